@@ -1,0 +1,288 @@
+"""The closed set of ``graphsrt::`` operators: schema, shape function and plain meaning of each.
+
+A recognised or fused operator's *reference* below is its definition: the simulator and the eager runner execute it, and
+lowering traces through it so that Inductor sees ordinary ATen code. Attention over the paged pool is the exception:
+it runs a kernel from ``lowering/kernels``. Collectives have no single-process meaning and are executed by whoever runs
+the program (``simulate.py`` for all ranks in one process, ``runtime/model_runner.py`` between processes).
+
+Shape letters: ``T`` tokens in the step, ``B`` sequences, ``E`` model width, ``F`` MLP width, ``H`` query heads, ``K`` KV
+heads, ``D`` head size, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_library = torch.library.Library("graphsrt", "DEF")
+
+REFERENCE: dict[torch._ops.OpOverload, Callable] = {}
+"""Operator -> its plain meaning in ATen operators, for every operator that has one."""
+
+
+def _define(schema: str, fake: Callable, *, traced: bool = True) -> Callable:
+    """Register an operator under its reference's name; ``traced`` references are what lowering inlines."""
+
+    def register(reference: Callable) -> torch._ops.OpOverload:
+        name = reference.__name__
+        _library.define(f"{name}{schema}")
+        _library.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"graphsrt::{name}", fake, lib=_library)
+        overload = getattr(torch.ops.graphsrt, name).default
+        if traced:
+            REFERENCE[overload] = reference
+        return overload
+
+    return register
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which norms and softmax accumulate: float32, or float64 where the model is float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+
+@_define(
+    "(Tensor q, Tensor k, Tensor v, *, int layer_id, float scale, int? sliding_window=None, float? softcap=None, "
+    "Tensor? sinks=None) -> Tensor",
+    lambda q, k, v, *, layer_id, scale, sliding_window=None, softcap=None, sinks=None: q.new_empty(
+        (q.shape[0], q.shape[1], v.shape[2])
+    ),
+    traced=False,
+)
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layer_id: int,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of one sequence, ``q [T, H, D]``, ``k``/``v [T, K, D]`` -> ``[T, H, D]``; softmax in float32+.
+
+    ``sliding_window``: a token sees itself and the ``sliding_window - 1`` tokens before it. ``softcap``: scores become
+    ``softcap·tanh(score / softcap)``. ``sinks [H]``: one more score per head that takes probability and has no value.
+    """
+    tokens, heads, _ = q.shape
+    group = heads // k.shape[1]
+    wide = compute_dtype(q.dtype)
+    queries, keys = q.to(wide), k.to(wide).repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    index = torch.arange(tokens, device=q.device)
+    hidden = index[None, :] > index[:, None]
+    if sliding_window is not None:
+        hidden = hidden | (index[None, :] <= index[:, None] - sliding_window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        extra = sinks.to(wide)[:, None, None].expand(heads, tokens, 1)
+        scores = torch.cat([scores, extra], -1)
+    probabilities = scores.softmax(-1)[..., :tokens]
+    return torch.einsum("hqk,khd->qhd", probabilities, v.to(wide).repeat_interleave(group, 1)).to(q.dtype)
+
+
+@_define(
+    "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pool, Tensor req_to_token, Tensor req_pool_indices, "
+    "Tensor seq_lens, Tensor query_start_loc, Tensor out_cache_loc, *, int layer_id, float scale, "
+    "int? sliding_window=None, float? softcap=None, Tensor? sinks=None) -> Tensor",
+    lambda q, k, v, kv_pool, *batch, layer_id, scale, sliding_window=None, softcap=None, sinks=None: q.new_empty(q.shape),
+    traced=False,
+)
+def radix_attention(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    kv_pool: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    *,
+    layer_id: int,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write ``k``, ``v`` into the paged pool, then attend every new token to its own sequence's cached keys.
+
+    See :func:`graphsrt.lowering.kernels.radix_attention.radix_attention` for shapes; this is its operator form.
+    """
+    from graphsrt.lowering.kernels.radix_attention import radix_attention as kernel
+
+    return kernel(
+        q, k, v, kv_pool, req_to_token, req_pool_indices, seq_lens, query_start_loc, out_cache_loc,
+        layer_id=layer_id, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+
+
+@_define(
+    "(Tensor k, Tensor v, Tensor(a!) kv_pool, Tensor out_cache_loc, *, int layer_id) -> ()",
+    lambda k, v, kv_pool, out_cache_loc, *, layer_id: None,
+    traced=False,
+)
+def kv_write(
+    k: torch.Tensor, v: torch.Tensor, kv_pool: torch.Tensor, out_cache_loc: torch.Tensor, *, layer_id: int
+) -> None:
+    """Write ``k``, ``v [T, K, D]`` to the slots ``out_cache_loc [T]`` of layer ``layer_id``; slot -1 is skipped."""
+    from graphsrt.lowering.kernels.radix_attention import kv_write as kernel
+
+    kernel(k, v, kv_pool, out_cache_loc, layer_id)
+
+
+# -- norms, rope, gated activations ---------------------------------------------------------------------------------
+
+
+@_define(
+    "(Tensor x, Tensor weight, *, float eps, str cast, float offset=0.0) -> Tensor",
+    lambda x, weight, *, eps, cast, offset=0.0: x.new_empty(
+        x.shape, dtype=x.dtype if cast == "after_weight" else torch.promote_types(x.dtype, weight.dtype)
+    ),
+)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, cast: str, offset: float = 0.0) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), accumulated in float32 or wider.
+
+    ``cast="before_weight"``: ``weight · normed.to(x.dtype)`` (LLaMA); ``"after_weight"``: ``(normed · (offset +
+    weight)).to(x.dtype)`` (Gemma, with ``offset=1.0``). The two round differently in bf16.
+    """
+    wide = x.to(compute_dtype(x.dtype))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if cast == "before_weight":
+        return weight * normed.to(x.dtype)
+    scale = weight.to(wide.dtype)
+    if offset:
+        scale = scale + offset
+    return (normed * scale).to(x.dtype)
+
+
+@_define(
+    "(Tensor x, Tensor residual, Tensor weight, *, float eps, str cast, float offset=0.0) -> (Tensor, Tensor)",
+    lambda x, residual, weight, *, eps, cast, offset=0.0: (
+        x.new_empty(x.shape, dtype=x.dtype if cast == "after_weight" else torch.promote_types(x.dtype, weight.dtype)),
+        residual.new_empty(residual.shape),
+    ),
+)
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float, cast: str, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``total = residual + x``; returns ``(rms_norm(total), total)``. The sum is rounded to its dtype first."""
+    total = residual + x
+    return REFERENCE[rms_norm](total, weight, eps=eps, cast=cast, offset=offset), total
+
+
+@_define(
+    "(Tensor x, Tensor positions, Tensor table, *, bool interleaved=False) -> Tensor",
+    lambda x, positions, table, *, interleaved=False: x.new_empty(x.shape),
+)
+def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Rotary position embedding (Su et al. 2021) of ``x [T, heads, D]`` at ``positions [T]``.
+
+    ``table [max_positions, 2·n]`` holds cosines then sines; the first ``2·n`` channels of each head are rotated, the
+    rest pass through. Pairs are channels ``(i, i + n)``, or ``(2i, 2i + 1)`` when ``interleaved``.
+    """
+    n = table.shape[1] // 2
+    row = table[positions]
+    cos, sin = row[:, None, :n], row[:, None, n:]
+    if interleaved:
+        a, b = x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = x[..., :n], x[..., n : 2 * n]
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return rotated if 2 * n == x.shape[-1] else torch.cat([rotated, x[..., 2 * n :]], -1)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@_define("(Tensor gate, Tensor up, *, str act) -> Tensor", lambda gate, up, *, act: gate.new_empty(gate.shape))
+def glu(gate: torch.Tensor, up: torch.Tensor, *, act: str) -> torch.Tensor:
+    """Gated linear unit: ``act(gate) · up`` (Shazeer 2020); ``act`` is a key of :data:`ACTIVATIONS`."""
+    return ACTIVATIONS[act](gate) * up
+
+
+@_define(
+    "(Tensor gate_up) -> Tensor",
+    lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+)
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) · up`` of the two halves of the last dimension: ``[T, 2F] -> [T, F]``."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+# -- vocabulary -----------------------------------------------------------------------------------------------------
+
+
+@_define(
+    "(Tensor tokens, Tensor weight, Tensor start) -> Tensor",
+    lambda tokens, weight, start: weight.new_empty((*tokens.shape, weight.shape[1])),
+)
+def vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Rows of a vocabulary slice: ``weight [V_local, E]`` holds ids from ``start`` (int64 scalar) on.
+
+    Tokens of other slices give zeros, so the sum over ranks is the embedding. Source: Megatron-LM (Shoeybi 2019).
+    """
+    local = tokens - start
+    mine = (local >= 0) & (local < weight.shape[0])
+    rows = F.embedding(torch.where(mine, local, 0), weight)
+    return torch.where(mine[..., None], rows, 0.0)
+
+
+# -- collectives ----------------------------------------------------------------------------------------------------
+
+
+def _collective(name: str, schema: str, fake: Callable) -> torch._ops.OpOverload:
+    def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError(f"graphsrt::{name} is executed by the runner of a program, not called directly")
+
+    refuse.__name__ = name
+    overload = _define(schema, fake, traced=False)(refuse)
+    COLLECTIVES.add(overload)
+    return overload
+
+
+COLLECTIVES: set[torch._ops.OpOverload] = set()
+"""The operators that move data between ranks. ``axis`` names a mesh axis; ``size`` is its number of ranks."""
+
+all_reduce = _collective(
+    "all_reduce", "(Tensor x, *, str axis, str op='sum') -> Tensor", lambda x, *, axis, op="sum": x.new_empty(x.shape)
+)
+
+
+def _resized(x: torch.Tensor, dim: int, multiply: int, divide: int) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] = shape[dim] * multiply // divide
+    return x.new_empty(shape)
+
+
+all_gather = _collective(
+    "all_gather",
+    "(Tensor x, *, int dim, str axis, int size) -> Tensor",
+    lambda x, *, dim, axis, size: _resized(x, dim, size, 1),
+)
+reduce_scatter = _collective(
+    "reduce_scatter",
+    "(Tensor x, *, int dim, str axis, int size) -> Tensor",
+    lambda x, *, dim, axis, size: _resized(x, dim, 1, size),
+)
+take_own = _collective(
+    "take_own",
+    "(Tensor x, *, int dim, str axis, int size) -> Tensor",
+    lambda x, *, dim, axis, size: _resized(x, dim, 1, size),
+)

@@ -1,0 +1,185 @@
+"""Weight recipes: how a rank's weight is made from checkpoint tensors.
+
+A recipe is a small expression over checkpoint names. Passes edit recipes, never data; the same recipe text serves
+every rank, and evaluating it for one rank reads only the bytes that this rank keeps. The canonical form puts shards
+innermost, ``cat([shard(a), shard(b)])``, so that a fused weight never needs the whole of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from graphsrt.placement import Layout
+
+
+class TensorSource(Protocol):
+    """What recipes read from: a checkpoint, or a model in memory."""
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """The tensor, or the given part of it."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its whole shape."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Base of the expressions below. They are immutable, compare by value and print as they parse."""
+
+
+@dataclass(frozen=True)
+class Ckpt(Recipe):
+    """A whole checkpoint tensor."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class ShardOf(Recipe):
+    """This rank's part of dimension ``dim`` of ``x``. With ``unowned="zero"``, elements that another rank owns, or
+    that are padding, become zero: for weights whose dimension is contracted, so each address is counted once."""
+
+    x: Recipe
+    dim: int
+    layout: Layout
+    unowned: str = "copy"
+
+
+@dataclass(frozen=True)
+class Cat(Recipe):
+    """Tensors side by side along ``dim``."""
+
+    parts: tuple[Recipe, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Transpose(Recipe):
+    """``x`` with two dimensions swapped."""
+
+    x: Recipe
+    dim0: int
+    dim1: int
+
+
+@dataclass(frozen=True)
+class OnOwner(Recipe):
+    """``x`` on rank 0, zeros elsewhere: a bias that is added before a sum over ranks."""
+
+    x: Recipe
+
+
+@dataclass(frozen=True)
+class ShardStart(Recipe):
+    """int64 scalar: the first global address that this rank owns of a layout in consecutive blocks."""
+
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Const(Recipe):
+    """Literal values, row-major: small buffers that a model computes when it is built."""
+
+    shape: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RopeTable(Recipe):
+    """Rotary table ``[max_positions, 2·n]``: ``scaling·cos(p·inv_freq)`` then ``scaling·sin(p·inv_freq)``.
+
+    Angles, cosine and sine are computed in float32 as transformers does, then cast to the weight's dtype.
+    """
+
+    inv_freq: tuple[float, ...]
+    scaling: float
+    max_positions: int
+
+
+def leaves(recipe: Recipe) -> Iterator[str]:
+    """Checkpoint names that the recipe reads."""
+    match recipe:
+        case Ckpt(name):
+            yield name
+        case ShardOf(x) | Transpose(x) | OnOwner(x):
+            yield from leaves(x)
+        case Cat(parts):
+            for part in parts:
+                yield from leaves(part)
+
+
+def rename(recipe: Recipe, names: Callable[[str], str]) -> Recipe:
+    """The same recipe over other checkpoint names."""
+    match recipe:
+        case Ckpt(name):
+            return Ckpt(names(name))
+        case ShardOf(x, dim, layout, unowned):
+            return ShardOf(rename(x, names), dim, layout, unowned)
+        case Transpose(x, dim0, dim1):
+            return Transpose(rename(x, names), dim0, dim1)
+        case OnOwner(x):
+            return OnOwner(rename(x, names))
+        case Cat(parts, dim):
+            return Cat(tuple(rename(p, names) for p in parts), dim)
+    return recipe
+
+
+def evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtype) -> torch.Tensor:
+    """The weight of ``rank``: a new contiguous tensor of ``dtype``. Reads only the slices that it needs."""
+    return _evaluate(recipe, rank, source, dtype).to(dtype).contiguous()
+
+
+def _evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtype) -> torch.Tensor:
+    match recipe:
+        case Ckpt(name):
+            return source.read(name)
+        case ShardOf(x, dim, layout, unowned):
+            return _shard(x, dim, layout, unowned, rank, source, dtype)
+        case Cat(parts, dim):
+            return torch.cat([_evaluate(p, rank, source, dtype).to(dtype) for p in parts], dim)
+        case Transpose(x, dim0, dim1):
+            return _evaluate(x, rank, source, dtype).transpose(dim0, dim1)
+        case OnOwner(x):
+            value = _evaluate(x, rank, source, dtype)
+            return value if rank == 0 else torch.zeros_like(value)
+        case ShardStart(layout):
+            return torch.tensor(layout.runs[rank][0].start if layout.runs[rank][0].owned else layout.size)
+        case Const(shape, values):
+            return torch.tensor(values, dtype=torch.float64).reshape(shape)
+        case RopeTable():
+            return rope_table(recipe)
+    raise TypeError(f"unknown recipe {recipe!r}")
+
+
+def rope_table(recipe: RopeTable) -> torch.Tensor:
+    """Float32 table of a :class:`RopeTable`."""
+    inv_freq = torch.tensor(recipe.inv_freq, dtype=torch.float32)
+    angles = torch.arange(recipe.max_positions, dtype=torch.float32)[:, None] * inv_freq
+    return torch.cat([angles.cos() * recipe.scaling, angles.sin() * recipe.scaling], dim=-1)
+
+
+def _shard(
+    x: Recipe, dim: int, layout: Layout, unowned: str, rank: int, source: TensorSource, dtype: torch.dtype
+) -> torch.Tensor:
+    if isinstance(x, Transpose):  # push the shard inwards: the checkpoint's own dimension is the one to slice
+        swapped = {x.dim0: x.dim1, x.dim1: x.dim0}.get(dim, dim)
+        inner = _shard(x.x, swapped, layout, unowned, rank, source, dtype)
+        return inner.transpose(x.dim0, x.dim1)
+    whole = None if isinstance(x, Ckpt) else _evaluate(x, rank, source, dtype)
+    pieces = []
+    for run in layout.runs[rank]:
+        index = slice(run.start, run.start + run.length)
+        if whole is not None:
+            piece = whole.narrow(dim, run.start, run.length)
+        else:
+            assert isinstance(x, Ckpt)
+            ndim = len(source.shape(x.name))
+            piece = source.read(x.name, tuple(index if d == dim else slice(None) for d in range(ndim)))
+        if unowned == "zero" and not run.owned:
+            piece = torch.zeros_like(piece)
+        pieces.append(piece)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
