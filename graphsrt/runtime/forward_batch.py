@@ -1,0 +1,231 @@
+"""What one step of the model needs to know: plain numpy, and one flat integer buffer on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# Recognises a buffer and its layout; the last digits are the version of the layout.
+_MAGIC = 0x6772_6170_6801
+_HEADER = 12
+
+_PER_TOKEN = ("tokens", "positions", "out_cache_loc")
+_PER_SEQUENCE = ("req_pool_indices", "seq_lens", "extend_seq_lens")
+_PER_LOGIT_ROW = ("logit_rows", "top_k", "temperature", "top_p", "uniform")
+_FLOATS = frozenset({"temperature", "top_p", "uniform"})
+
+
+class ForwardMode(IntEnum):
+    """What a step computes.
+
+    EXTEND: prompts or parts of prompts only. DECODE: one token for each sequence. MIXED: both; the sequences that
+    decode come first. TARGET_VERIFY: drafted tokens of sequences that decode.
+    """
+
+    EXTEND = 0
+    DECODE = 1
+    MIXED = 2
+    TARGET_VERIFY = 3
+
+
+@dataclass(frozen=True)
+class PrefixUpdate:
+    """Slots of a prefix whose KV exists already: ``req_to_token[req, start : start + len(slots)] = slots``."""
+
+    req: int
+    start: int
+    slots: Ints
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slots", np.ascontiguousarray(self.slots, dtype=np.int64))
+
+
+@dataclass(eq=False)
+class ForwardBatch:
+    """One step over T tokens of B sequences, with R rows whose logits are wanted. Arrays are numpy int64 or float64.
+
+    tokens[T], positions[T]: ids, and places in their sequences. Tokens of one sequence are adjacent, in the order of B.
+    req_pool_indices[B]: the sequence's row of ``req_to_token`` (int32[max_requests, max_context], kept by the workers).
+    seq_lens[B]: KV length, with this step's tokens.
+    extend_seq_lens[B]: this step's tokens; the sum is ``num_token_non_padded``.
+    out_cache_loc[T]: KV slot that each token is written to; -1 is a padded row, never written.
+    logit_rows[R]: rows in [0, T), ascending: the last token of each sequence that decodes or ends its prompt, or all.
+    temperature[R], top_p[R], uniform[R] float64, top_k[R] int64: sampling of each of these rows; ``uniform`` is in
+        [0, 1).
+    num_token_non_padded: real rows; they come first, padded rows after them. Filled with T when left at -1.
+    save_kv_cache: whether this step writes KV. return_logits: whether the caller wants logits beside the tokens.
+    key_value_num_tokens: sum of ``seq_lens``: KV tokens that attention reads. Filled in when left at -1.
+    prefix_updates: parts of ``req_to_token`` that this step's own tokens do not imply.
+    """
+
+    forward_mode: ForwardMode
+    tokens: Ints
+    positions: Ints
+    req_pool_indices: Ints
+    seq_lens: Ints
+    extend_seq_lens: Ints
+    out_cache_loc: Ints
+    logit_rows: Ints
+    temperature: Floats
+    top_p: Floats
+    top_k: Ints
+    uniform: Floats
+    num_token_non_padded: int = -1
+    save_kv_cache: bool = True
+    return_logits: bool = False
+    key_value_num_tokens: int = -1
+    prefix_updates: list[PrefixUpdate] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.forward_mode = ForwardMode(self.forward_mode)
+        for name in (*_PER_TOKEN, *_PER_SEQUENCE, *_PER_LOGIT_ROW):
+            dtype = np.float64 if name in _FLOATS else np.int64
+            setattr(self, name, np.ascontiguousarray(getattr(self, name), dtype=dtype))
+        for names in (_PER_TOKEN, _PER_SEQUENCE, _PER_LOGIT_ROW):
+            shapes = {name: getattr(self, name).shape for name in names}
+            assert len(set(shapes.values())) == 1 and len(shapes[names[0]]) == 1, f"lengths differ: {shapes}"
+        if self.num_token_non_padded < 0:
+            self.num_token_non_padded = self.num_tokens
+        if self.key_value_num_tokens < 0:
+            self.key_value_num_tokens = int(self.seq_lens.sum())
+        assert int(self.extend_seq_lens.sum()) == self.num_token_non_padded <= self.num_tokens, (
+            f"extend_seq_lens sum to {self.extend_seq_lens.sum()}, {self.num_token_non_padded} of {self.num_tokens} "
+            "rows are real"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padded rows included."""
+        return len(self.tokens)
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return len(self.req_pool_indices)
+
+    def req_to_token_updates(self) -> tuple[Ints, Ints, Ints]:
+        """Rows, columns and slots, int64[U] each: ``req_to_token[rows, columns] = slots`` must run before the step.
+
+        The reused prefixes first, then this step's real tokens, which lie at ``seq_len - extend_seq_len + i``.
+        """
+        real = slice(0, self.num_token_non_padded)
+        rows = [np.repeat(self.req_pool_indices, self.extend_seq_lens)]
+        first = np.cumsum(self.extend_seq_lens) - self.extend_seq_lens  # where each sequence begins among the rows
+        shift = np.repeat(self.seq_lens - self.extend_seq_lens - first, self.extend_seq_lens)
+        columns = [np.arange(self.num_token_non_padded, dtype=np.int64) + shift]
+        slots = [self.out_cache_loc[real]]
+        for update in reversed(self.prefix_updates):
+            rows.insert(0, np.full(len(update.slots), update.req, dtype=np.int64))
+            columns.insert(0, np.arange(update.start, update.start + len(update.slots), dtype=np.int64))
+            slots.insert(0, update.slots)
+        return np.concatenate(rows), np.concatenate(columns), np.concatenate(slots)
+
+    def padded(self, num_tokens: int) -> ForwardBatch:
+        """The same step with rows up to ``num_tokens``: token 0 at position 0, slot -1, in no sequence, no logits.
+
+        Raises ValueError if there are more rows than that already.
+        """
+        extra = num_tokens - self.num_tokens
+        if extra < 0:
+            raise ValueError(f"{self.num_tokens} rows cannot be padded to {num_tokens}")
+        return replace(
+            self,
+            tokens=np.pad(self.tokens, (0, extra)),
+            positions=np.pad(self.positions, (0, extra)),
+            out_cache_loc=np.pad(self.out_cache_loc, (0, extra), constant_values=-1),
+        )
+
+    def encode(self) -> Ints:
+        """One flat int64 buffer for the wire; floats are carried by their bits."""
+        prefix = self.prefix_updates
+        header = np.array(
+            [
+                _MAGIC,
+                0,  # the whole length, filled in below
+                self.forward_mode,
+                self.num_tokens,
+                self.batch_size,
+                len(self.logit_rows),
+                self.num_token_non_padded,
+                self.save_kv_cache,
+                self.return_logits,
+                self.key_value_num_tokens,
+                len(prefix),
+                sum(len(update.slots) for update in prefix),
+            ],
+            dtype=np.int64,
+        )
+        assert len(header) == _HEADER
+        parts = [header]
+        parts += [getattr(self, name) for name in (*_PER_TOKEN, *_PER_SEQUENCE)]
+        parts += [getattr(self, name).view(np.int64) for name in _PER_LOGIT_ROW]
+        if prefix:
+            parts.append(np.array([(u.req, u.start, len(u.slots)) for u in prefix], dtype=np.int64).reshape(-1))
+            parts += [update.slots for update in prefix]
+        buffer = np.concatenate(parts)
+        buffer[1] = len(buffer)
+        return buffer
+
+    @staticmethod
+    def decode(buffer: Ints) -> ForwardBatch:
+        """Read what ``encode`` wrote. ``buffer`` is int64 and may be longer than the message.
+
+        The arrays are views of ``buffer``: copy it first if it will be written again while the batch is in use.
+        Raises ValueError if it does not hold a batch of this layout.
+        """
+        if buffer.dtype != np.int64 or buffer.ndim != 1 or len(buffer) < _HEADER or buffer[0] != _MAGIC:
+            raise ValueError(f"not a ForwardBatch buffer: {buffer.dtype}{list(buffer.shape)}, begins {buffer[:2]!r}")
+        header = [int(word) for word in buffer[1:_HEADER]]
+        (
+            length,
+            mode,
+            num_tokens,
+            batch_size,
+            num_rows,
+            non_padded,
+            save_kv,
+            logits,
+            kv_tokens,
+            num_prefix,
+            num_slots,
+        ) = header
+        per_token, per_sequence, per_row = len(_PER_TOKEN), len(_PER_SEQUENCE), len(_PER_LOGIT_ROW)
+        expected = _HEADER + per_token * num_tokens + per_sequence * batch_size + per_row * num_rows
+        expected += 3 * num_prefix + num_slots
+        if length != expected or len(buffer) < length:
+            raise ValueError(f"ForwardBatch buffer of {len(buffer)} words says {length}, its counts say {expected}")
+        at = _HEADER
+
+        def read(count: int) -> Ints:
+            nonlocal at
+            at += count
+            return buffer[at - count : at]
+
+        arrays = {name: read(num_tokens) for name in _PER_TOKEN}
+        arrays |= {name: read(batch_size) for name in _PER_SEQUENCE}
+        for name in _PER_LOGIT_ROW:
+            words = read(num_rows)
+            arrays[name] = words.view(np.float64) if name in _FLOATS else words  # type: ignore[assignment]
+        spans = read(3 * num_prefix).reshape(-1, 3).tolist()
+        return ForwardBatch(
+            forward_mode=ForwardMode(mode),
+            num_token_non_padded=non_padded,
+            save_kv_cache=bool(save_kv),
+            return_logits=bool(logits),
+            key_value_num_tokens=kv_tokens,
+            prefix_updates=[PrefixUpdate(req, start, read(count)) for req, start, count in spans],
+            **arrays,  # type: ignore[arg-type]
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ForwardBatch):
+            return NotImplemented
+        return np.array_equal(self.encode(), other.encode())  # bits, so that NaN equals itself
+
+    __hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,125 @@
+"""One request and the states it passes through.
+
+::
+
+    WAITING ──admit──▶ PREFILL ──last prompt token computed──▶ RUNNING ──stop or length──▶ FINISHED
+       ▲                  │                                       │
+       └──────preempt─────┴───────────────────────────────────────┘
+
+    PREFILL ──all logits computed──▶ FINISHED                  (a request for logits: it never runs)
+    WAITING, PREFILL, RUNNING ──▶ CANCELLED (the caller) or FAILED (an error)
+
+WAITING holds nothing. PREFILL and RUNNING hold a row of ``req_to_token`` and whole pages. The last three are final and
+hold nothing. A preempted request keeps the tokens that it has generated: they are computed again as if they were
+prompt, and the next token has the index in the output that it would have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphsrt.runtime.detokenizer import Detokenizer
+from graphsrt.runtime.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class RequestState(Enum):
+    """See the picture in the module's docstring."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    RUNNING = "running"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+_FINAL = frozenset({RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED})
+_NEXT: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.CANCELLED, RequestState.FAILED}),
+    RequestState.PREFILL: frozenset({RequestState.RUNNING, RequestState.WAITING}) | _FINAL,
+    RequestState.RUNNING: frozenset({RequestState.WAITING}) | _FINAL,
+    **{state: frozenset() for state in _FINAL},
+}
+
+
+class Request:
+    """A prompt, how to continue it, and how far it has come.
+
+    prompt: token ids, at least one. params: ``None`` asks for the logits of the prompt and no token.
+    seed: 64 bits, of which ``uniform_at(seed, index)`` makes the random number of each output token.
+
+    tokens: int64[prompt + max_new_tokens], of which ``num_tokens`` are known. num_computed: tokens whose KV is written.
+    row, pages: what is held in ``ReqToTokenPool`` and ``TokenToKVPool``.
+    """
+
+    def __init__(self, prompt: Sequence[int] | NDArray[np.int64], params: SamplingParams | None, *, seed: int = 0):
+        ids = np.asarray(prompt, dtype=np.int64)
+        assert ids.ndim == 1 and len(ids) > 0
+        self.params = params
+        self.seed = seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.num_prompt_tokens = len(ids)
+        self.max_new_tokens = params.max_new_tokens if params is not None else 0
+        self.tokens: NDArray[np.int64] = np.zeros(len(ids) + self.max_new_tokens, dtype=np.int64)
+        self.tokens[: len(ids)] = ids
+        self.num_tokens = len(ids)
+        self.num_computed = 0
+        self.num_preemptions = 0
+        self.row: int | None = None
+        self.pages: list[int] = []
+        self.arrival = -1  # set by the scheduler: its place in first-come-first-served order
+        self.state = RequestState.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.error: BaseException | None = None
+        self.logits_chunks: list[object] = []
+        self.detokenizer: Detokenizer | None = None
+        self.num_detokenized = 0  # output tokens that the detokenizer has seen
+        self.num_taken: int | None = 0  # output tokens handed out to a stream; None once its last event is out
+        self.stopped_by_token = False  # the last output token ended it and is no text
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether this asks for the logits of its prompt instead of new tokens."""
+        return self.params is None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[self.num_prompt_tokens : self.num_tokens].tolist()
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """KV slots this can ever need: the last token that it may generate is never computed."""
+        return self.num_prompt_tokens + max(self.max_new_tokens - 1, 0)
+
+    @property
+    def done(self) -> bool:
+        """Whether the state is final."""
+        return self.state in _FINAL
+
+    def to(self, state: RequestState) -> None:
+        """Change the state; a transition that the picture does not show is a bug of ours."""
+        assert state in _NEXT[self.state], f"{self.state.name} -> {state.name}"
+        self.state = state
+
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        self.tokens[self.num_tokens] = token
+        self.num_tokens += 1
+
+    def restart(self) -> None:
+        """Preempted: everything known is to be computed again, and the logits of a prompt are collected anew."""
+        self.to(RequestState.WAITING)
+        self.num_computed = 0
+        self.num_preemptions += 1
+        self.logits_chunks.clear()
