@@ -79,7 +79,7 @@ class TokenToKVPool:
         return -(-num_tokens // self.page_size)
 
     def alloc(self, num_pages: int) -> NDArray[np.int64] | None:
-        """``num_pages`` page numbers, int64[num_pages], now the caller's; None, with nothing taken, if fewer are free."""
+        """``num_pages`` page numbers, int64[num_pages], now the caller's; None and nothing taken if fewer are free."""
         assert num_pages >= 0
         if num_pages > self._num_free:
             return None
