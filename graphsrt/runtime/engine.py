@@ -326,9 +326,13 @@ class Engine:
                 event = self.take(request)
                 if event is not None:
                     yield event
-                if request.done:
+                    if event.finish_reason is not None:
+                        return
+                elif request.done:
                     return
-                self.step()
+                # It may have advanced while the caller had the event: another call's steps move every request.
+                if not request.done:
+                    self.step()
         except (Exception, GeneratorExit):
             self.scheduler.cancel(request)
             raise
