@@ -11,7 +11,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
@@ -29,10 +29,6 @@ __all__ = ["GroupExecutor", "LocalExecutor", "StepReply", "WorkersExecutor"]
 T = TypeVar("T")
 Progress = Callable[[int, int, int, str], None]
 """``(rank, done, total, label)``"""
-
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
 
 
 class _Executor:
