@@ -48,6 +48,8 @@ class ModelSource:
     trust_remote_code: bool = False
     is_text_part: bool = False
     _skeleton: Any = field(default=None, repr=False)
+    _is_tied_right: bool = field(default=False, repr=False)
+    _declared_ties: dict[str, str] = field(default_factory=dict, repr=False)
     _effective_ties: dict[str, str] | None = field(default=None, repr=False)
 
     @cached_property
@@ -89,17 +91,27 @@ class ModelSource:
         """
         if self.module is not None:
             return self.module
+        skeleton = self._bare_skeleton()
+        if not self._is_tied_right and self.checkpoint is not None:
+            for name in self._declared_ties.keys() - self.ties().keys():
+                # Stored with two different values: transformers does not tie these, so neither does the skeleton.
+                owner, _, leaf = name.rpartition(".")
+                value = torch.empty_like(skeleton.get_parameter(name))
+                setattr(skeleton.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
+                skeleton.all_tied_weights_keys.pop(name)
+            self._is_tied_right = True
+        return skeleton
+
+    def _bare_skeleton(self) -> PreTrainedModel:
+        """The model on meta, tied as the config says and not yet as the checkpoint is."""
         if self._skeleton is None:
-            self._skeleton = _meta_model(self.model_class, self.config, self.dtype)
-            if self.checkpoint is not None:
-                wanted = _declared_ties(self._skeleton)
-                for name in wanted.keys() - self.ties().keys():
-                    # Stored with two different values: transformers does not tie these, so neither does the skeleton.
-                    owner, _, leaf = name.rpartition(".")
-                    value = self._skeleton.get_parameter(name)
-                    setattr(
-                        self._skeleton.get_submodule(owner), leaf, torch.nn.Parameter(torch.empty_like(value), False)
-                    )
+            with torch.device("meta"):
+                make = getattr(self.model_class, "_from_config", None)
+                config = copy.deepcopy(self.config)
+                model = make(config, dtype=self.dtype) if make else self.model_class(config)
+            self._skeleton = model.eval().requires_grad_(False)
+            # transformers' own answer: it depends on tie_word_embeddings of the config that the class was given.
+            self._declared_ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
         return self._skeleton
 
     def ties(self) -> dict[str, str]:
@@ -112,9 +124,8 @@ class ModelSource:
                 if kept != name:
                     ties[name] = kept
             return ties
-        if self._skeleton is None:
-            self._skeleton = _meta_model(self.model_class, self.config, self.dtype)
-        declared = _declared_ties(self._skeleton)
+        self._bare_skeleton()
+        declared = dict(self._declared_ties)
         if self.checkpoint is None:
             return declared
         if self._effective_ties is None:
@@ -132,8 +143,8 @@ class ModelSource:
         rules = tuple(SkipRule(pattern, f"{self.model_class.__name__} declares it unused") for pattern in declared)
         return SKIP_RULES + rules + (TEXT_ONLY_RULES if self.is_text_part else ())
 
-    def account(self, expected: Mapping[str, Sequence[int]]) -> Accounting:
-        """``tying.accounting`` of the parameters ``expected`` (name → shape) with this model's ties and skip rules."""
+    def require_checkpoint(self) -> Checkpoint:
+        """The checkpoint; ``CheckpointError`` if there is only a config."""
         if self.checkpoint is None:
             raise CheckpointError(
                 explain(
@@ -142,28 +153,21 @@ class ModelSource:
                     hint="pass a checkpoint folder or a model to generate; a config is enough to look at the program",
                 )
             )
+        return self.checkpoint
+
+    def account(self, expected: Mapping[str, Sequence[int]]) -> Accounting:
+        """``tying.accounting`` of the parameters ``expected`` (name → shape) with this model's ties and skip rules."""
+        checkpoint = self.require_checkpoint()
         if self.module is None:
-            return accounting(expected, self.checkpoint, self.ties(), self.skip_rules(), base_prefix=self.base_prefix)
+            return accounting(expected, checkpoint, self.ties(), self.skip_rules(), base_prefix=self.base_prefix)
         # All that a module in memory holds is known; what the program does not use of it is no stray tensor.
         used = {**dict.fromkeys(expected), **self.ties()}
         rest = tuple(
             SkipRule(f"^{name.replace('.', r'[.]')}$", "in the module, but the program does not use it")
-            for name in self.checkpoint.names()
+            for name in checkpoint.names()
             if name not in used
         )
-        return accounting(expected, self.checkpoint, self.ties(), self.skip_rules() + rest, base_prefix="")
-
-
-def _meta_model(model_class: Any, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.device("meta"):
-        make = getattr(model_class, "_from_config", None)
-        model = make(copy.deepcopy(config), dtype=dtype) if make else model_class(copy.deepcopy(config))
-    return model.eval().requires_grad_(False)
-
-
-def _declared_ties(model: Any) -> dict[str, str]:
-    """transformers' own answer, which depends on ``tie_word_embeddings`` of the config that the class was given."""
-    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+        return accounting(expected, checkpoint, self.ties(), self.skip_rules() + rest, base_prefix="")
 
 
 def resolve(
@@ -276,9 +280,8 @@ def _from_folder(
         source.eos_token_ids = () if eos is None else (int(eos),)
     raw = open_checkpoint(folder, allow_pickle=allow_pickle)
     if source.is_text_part or has_conversions(source.model_class, source.config, raw):
-        source._skeleton = _meta_model(source.model_class, source.config, source.dtype)
         rename = _text_name if source.is_text_part else (lambda stored: stored)
-        raw = convert(raw, source._skeleton, rename)
+        raw = convert(raw, source._bare_skeleton(), rename)
     source.checkpoint = raw
     return source
 
