@@ -1,0 +1,77 @@
+"""Attention over the paged KV pool: the compiled kernel on the CPU, the plain reference on every other device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from graphsrt.lowering.kernels.radix_attention import cpu, reference
+
+__all__ = ["kv_write", "radix_attention"]
+
+
+def kv_write(k: Tensor, v: Tensor, kv_pool: Tensor, out_cache_loc: Tensor, layer_id: int) -> None:
+    """Write new keys and values to the pool, converted to its dtype.
+
+    k, v ``[T, K, D]`` (any strides, the last 1); kv_pool ``[L, 2, S, K, D]``, written at ``[layer_id, 0 and 1]``;
+    out_cache_loc int64 ``[T]``, the slot of each token, -1 for rows that are not written. Slots must differ.
+    Raises ``ValueError`` for wrong shapes, dtypes or slots, before anything is written. Source: ours.
+    """
+    (cpu if kv_pool.is_cpu else reference).kv_write(k, v, kv_pool, out_cache_loc, layer_id)
+
+
+def radix_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pool: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out_cache_loc: Tensor,
+    *,
+    layer_id: int,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """Causal attention of the new tokens to all that is cached of their sequences -> out ``[T, H, D]``, q's dtype.
+
+    q ``[T, H, D]``: the new tokens of all sequences, one after the other, then padding rows.
+    k, v ``[T, K, D]`` or both None: written first to slots ``out_cache_loc`` int64 ``[T]`` (-1: not written).
+    kv_pool ``[L, 2, S, K, D]``: keys and values; **layer_id's part is written** where k and v are given.
+    req_to_token int32 ``[max_reqs, max_ctx]``: slot of each token of each request, the new ones included.
+    req_pool_indices, seq_lens int64 ``[B]``: each sequence's row in it, and its length with the new tokens.
+    query_start_loc int64 ``[B + 1]``: where each sequence's new tokens start in T; an empty range reads nothing.
+
+    The i-th of n new tokens sits at ``p = seq_len - n + i`` and sees tokens ``max(0, p - sliding_window + 1) .. p``
+    (no window: ``0 .. p``), with weights ``softmax(c(scale * q.k))``, where ``c(x) = softcap * tanh(x / softcap)`` if
+    given. ``sinks`` ``[H]`` are logits that join the denominator only. Query head h reads KV head ``h // (H / K)``.
+    Padding rows (from ``query_start_loc[B]`` on) are neither read nor written; they come out as zeros.
+
+    q, k, v may be slices of one fused tensor (last stride 1). float64, float32, bfloat16 and float16, pool and q of
+    the same dtype or not; sums are float64 where q or the pool is, else float32. On the CPU, what a sequence gets
+    does not depend, bit for bit, on the others in the batch or on the number of threads.
+
+    Raises ``ValueError`` for wrong shapes, dtypes, lengths or slots, before anything is written; ``CompileError``
+    where the CPU kernel cannot be built. Source: FlashAttention-2 (arXiv:2307.08691), Flash-Decoding.
+    """
+    return (cpu if q.is_cpu else reference).radix_attention(
+        q,
+        k,
+        v,
+        kv_pool,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        query_start_loc,
+        out_cache_loc,
+        layer_id=layer_id,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+        causal=causal,
+    )

@@ -1,0 +1,156 @@
+"""Paged attention on the CPU: checks the arguments and calls the compiled kernel (radix_attention.cpp)."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from graphsrt.errors import explain
+from graphsrt.lowering.kernels.build import load_extension
+
+_DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # DType in the source
+
+
+@cache
+def kernel() -> ModuleType:
+    """The compiled kernel; the first call on a machine compiles it. Raises ``CompileError``."""
+    return load_extension("radix_attention", Path(__file__).with_name("radix_attention.cpp"))
+
+
+def kv_write(k: Tensor, v: Tensor, kv_pool: Tensor, out_cache_loc: Tensor, layer_id: int) -> None:
+    """As ``kv_write`` of this package, for CPU tensors. Raises ``ValueError``."""
+    if k.dim() != 3:
+        raise _wrong("kv_write", "k", "[T, K, D]", k)
+    kernel().kv_write(*_write_args("kv_write", k.shape[0], k, v, kv_pool, out_cache_loc, layer_id))
+
+
+def radix_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pool: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out_cache_loc: Tensor,
+    *,
+    layer_id: int,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """As ``radix_attention`` of this package, for CPU tensors. Raises ``ValueError``."""
+    op = "radix_attention"
+    if q.dim() != 3 or q.dtype not in _DTYPE_CODES or not q.is_cpu:
+        raise _wrong(op, "q", "a [T, H, D] CPU tensor of " + _dtype_names(), q)
+    num_tokens, num_heads, head_size = q.shape
+    if num_tokens and q.stride(2) != 1:
+        raise _wrong(op, "q", "last dimension of stride 1", q)
+    write = _write_args(op, num_tokens, k, v, kv_pool, out_cache_loc, layer_id)
+    if head_size != kv_pool.shape[4] or num_heads == 0 or num_heads % kv_pool.shape[3]:
+        expected = f"[T, a multiple of {kv_pool.shape[3]} heads, {kv_pool.shape[4]}], as kv_pool has it"
+        raise _wrong(op, "q", expected, q)
+    if {q.dtype, kv_pool.dtype} == {torch.float16, torch.float64}:
+        raise _wrong(op, "kv_pool", f"a dtype that goes with q's {q.dtype}", kv_pool)
+    if req_to_token.dim() != 2 or req_to_token.dtype != torch.int32 or not req_to_token.is_cpu:
+        raise _wrong(op, "req_to_token", "an int32 [max_reqs, max_ctx] CPU tensor", req_to_token)
+    if req_to_token.stride(1) != 1:
+        raise _wrong(op, "req_to_token", "rows of stride 1", req_to_token)
+    if seq_lens.dim() != 1:
+        raise _wrong(op, "seq_lens", "an int64 [B] tensor", seq_lens)
+    num_seqs = seq_lens.shape[0]
+    _check_indices(op, "seq_lens", seq_lens, num_seqs)
+    _check_indices(op, "req_pool_indices", req_pool_indices, num_seqs)
+    _check_indices(op, "query_start_loc", query_start_loc, num_seqs + 1)
+    if sinks is None:
+        sinks_address = sinks_code = 0
+    else:
+        if sinks.shape != (num_heads,) or sinks.dtype not in _DTYPE_CODES or not sinks.is_contiguous():
+            raise _wrong(op, "sinks", f"a contiguous [{num_heads}] tensor of " + _dtype_names(), sinks)
+        sinks_address, sinks_code = sinks.data_ptr(), _DTYPE_CODES[sinks.dtype]
+    if not causal:
+        raise ValueError(f"{op} is causal only")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"{op}: sliding_window is {sliding_window}, expected at least 1, or None")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap is {softcap}, expected a positive number, or None")
+    out = torch.empty((num_tokens, num_heads, head_size), dtype=q.dtype)
+    kernel().radix_attention(
+        *write,
+        q.data_ptr(),
+        _DTYPE_CODES[q.dtype],
+        q.stride(0),
+        q.stride(1),
+        num_heads,
+        num_seqs,
+        req_to_token.data_ptr(),
+        req_to_token.shape[0],
+        req_to_token.shape[1],
+        req_to_token.stride(0),
+        req_pool_indices.data_ptr(),
+        seq_lens.data_ptr(),
+        query_start_loc.data_ptr(),
+        sinks_address,
+        sinks_code,
+        out.data_ptr(),
+        sliding_window or 0,
+        float(scale),
+        float(softcap or 0.0),
+    )
+    return out
+
+
+def _write_args(
+    op: str, num_tokens: int, k: Tensor | None, v: Tensor | None, kv_pool: Tensor, out_cache_loc: Tensor, layer_id: int
+) -> tuple[int, ...]:
+    """Checked, and flattened in the order of ``read_write_args`` in the source."""
+    if kv_pool.dim() != 5 or kv_pool.dtype not in _DTYPE_CODES or not kv_pool.is_cpu or kv_pool.shape[1] != 2:
+        raise _wrong(op, "kv_pool", "an [L, 2, S, K, D] CPU tensor of " + _dtype_names(), kv_pool)
+    num_layers, _, num_slots, num_kv_heads, head_size = kv_pool.shape
+    layer_stride, kv_stride, slot_stride, head_stride, last_stride = kv_pool.stride()
+    if last_stride != 1 or num_kv_heads == 0 or head_size == 0:
+        raise _wrong(op, "kv_pool", "K and D above 0, last dimension of stride 1", kv_pool)
+    if not 0 <= layer_id < num_layers:
+        raise ValueError(f"{op}: layer_id is {layer_id}, expected 0 to {num_layers - 1} (kv_pool's layers)")
+    _check_indices(op, "out_cache_loc", out_cache_loc, num_tokens)
+    size = kv_pool.element_size()
+    pool_k = kv_pool.data_ptr() + layer_id * layer_stride * size
+    where: tuple[int, ...] = (num_tokens, num_kv_heads, head_size, num_slots, pool_k, pool_k + kv_stride * size)
+    where += (_DTYPE_CODES[kv_pool.dtype], slot_stride, head_stride, out_cache_loc.data_ptr())
+    if k is None and v is None:
+        return (*where, 0, 0, 0, 0, 0, 0, 0)
+    if k is None or v is None:
+        raise ValueError(f"{op}: k and v must be given together, or neither")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != (num_tokens, num_kv_heads, head_size):
+            raise _wrong(op, name, f"[{num_tokens}, {num_kv_heads}, {head_size}]", x)
+        if x.dtype not in _DTYPE_CODES or x.dtype != k.dtype or not x.is_cpu or (num_tokens and x.stride(2) != 1):
+            raise _wrong(op, name, "a CPU tensor, k and v of one dtype, last dimension of stride 1", x)
+    k_strides, v_strides = k.stride(), v.stride()
+    return (
+        *where,
+        *(k.data_ptr(), k_strides[0], k_strides[1]),
+        *(v.data_ptr(), v_strides[0], v_strides[1]),
+        _DTYPE_CODES[k.dtype],
+    )
+
+
+def _check_indices(op: str, name: str, x: Tensor, length: int) -> None:
+    if x.dtype != torch.int64 or x.shape != (length,) or not x.is_contiguous() or not x.is_cpu:
+        raise _wrong(op, name, f"a contiguous int64 [{length}] CPU tensor", x)
+
+
+def _dtype_names() -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPE_CODES)
+
+
+def _wrong(op: str, name: str, expected: str, x: Tensor) -> ValueError:
+    got = f"{x.dtype} {list(x.shape)}, strides {list(x.stride())}, on {x.device}"
+    return ValueError(explain(f"{op} cannot use {name}", expected=expected, got=got))

@@ -1,0 +1,776 @@
+// Paged causal attention for CPUs: flash attention over KV slots that are found through req_to_token.
+//
+// The work is cut into items (sequence, query block, KV heads, KV range) that threads take from a counter. An item
+// walks its KV range in blocks of BLOCK tokens with an online softmax. Blocks and splits sit at absolute multiples
+// of KV indices and depend on nothing but the sequence itself, so a row's result is bitwise the same whatever else is
+// in the batch, on any number of threads; and the same, to rounding, however its prompt was cut into chunks.
+//
+// Two ways to compute a block:
+//   direct  one query token: all query heads of a KV head against each K and V row where it lies in the pool
+//   tiled   several: K is transposed and V copied into per-thread panels, then register-blocked products
+// A KV row is read only if some query of the item may see it, and a value enters only sums of queries that may see it
+// (never as 0 * value), so NaN in freed slots, later tokens or padding cannot spread.
+//
+// Python checks shapes, types and strides (cpu.py); only what must be read from data is checked here.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using at::vec::Vectorized;
+using c10::BFloat16;
+using c10::Half;
+
+constexpr int64_t BLOCK = 64;    // KV tokens per online-softmax step
+constexpr int64_t SPLIT = 256;   // KV tokens per item when one query block walks a long context; a multiple of BLOCK
+constexpr int64_t ROWS = 48;     // target rows (query tokens x query heads per KV head) of a query block
+constexpr int64_t DIRECT_ROWS = 8;
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int TILE_M = 12;       // 12 x 2 accumulators of 32 registers
+#else
+constexpr int TILE_M = 6;        // 6 x 2 accumulators of 16 registers
+#endif
+constexpr int TILE_N = 2;
+
+enum DType : int64_t { kFloat = 0, kDouble = 1, kBFloat16 = 2, kHalf = 3 };
+
+struct Args {
+  const void* q;                          // [T, H, D]
+  int64_t q_dtype, q_stride_t, q_stride_h;
+  const void* k;                          // [T, K, D], or null: nothing is written
+  const void* v;
+  int64_t kv_dtype, k_stride_t, k_stride_h, v_stride_t, v_stride_h;
+  char* pool_k;                           // [S, K, D] of this layer
+  char* pool_v;
+  int64_t pool_dtype, pool_stride_s, pool_stride_h;
+  const int32_t* req_to_token;            // [max_reqs, max_ctx]
+  int64_t max_reqs, max_ctx, req_stride;
+  const int64_t* req_pool_indices;        // [B]
+  const int64_t* seq_lens;                // [B]
+  const int64_t* query_start_loc;         // [B + 1]
+  const int64_t* out_cache_loc;           // [T]
+  const void* sinks;                      // [H] or null
+  int64_t sinks_dtype;
+  void* out;                              // [T, H, D], contiguous, q_dtype
+  int64_t T, H, K, D, B, S;
+  int64_t window;                         // 0: none
+  double scale, softcap;                  // softcap 0: none
+};
+
+[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class F>
+void with_dtype(int64_t dtype, F&& f) {
+  switch (dtype) {
+    case kFloat: return f(float{});
+    case kDouble: return f(double{});
+    case kBFloat16: return f(BFloat16{});
+    default: return f(Half{});
+  }
+}
+
+template <class A, class T>
+inline Vectorized<A> load(const T* p) {
+  if constexpr (std::is_same_v<A, T>) {
+    return Vectorized<A>::loadu(p);
+  } else {
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+    if constexpr (std::is_same_v<A, float> && std::is_same_v<T, BFloat16>) {
+      Vectorized<float> out;
+      at::vec::load_fp32_from_bf16(p, out);
+      return out;
+    } else if constexpr (std::is_same_v<A, float> && std::is_same_v<T, Half>) {
+      Vectorized<float> out;
+      at::vec::load_fp32_from_fp16(p, out);
+      return out;
+    }
+#endif
+    constexpr int VL = Vectorized<A>::size();
+    alignas(64) A buffer[VL];
+    for (int i = 0; i < VL; ++i) buffer[i] = static_cast<A>(p[i]);
+    return Vectorized<A>::loadu(buffer);
+  }
+}
+
+template <class A>
+inline A sum(const Vectorized<A>& x) {
+  return at::vec::vec_reduce_all<A>([](Vectorized<A>& a, Vectorized<A>& b) { return a + b; }, x);
+}
+
+// Lane sums of four vectors at once: a third of the shuffles of four separate sums.
+template <class A>
+inline void sum4(const Vectorized<A>* x, A* out) {
+#if defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_same_v<A, float>) {
+    const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+    return;
+  }
+#endif
+  for (int i = 0; i < 4; ++i) out[i] = sum(x[i]);
+}
+
+// exp for arguments <= 0 (what a softmax asks for); -inf gives 0 and NaN stays NaN. Float: Cephes' degree-6
+// polynomial on [-ln2/2, ln2/2], within 2 ulp; about a third of the instructions of the general function.
+template <class A>
+inline Vectorized<A> exp_nonpositive(const Vectorized<A>& x) {
+#if defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_same_v<A, float>) {
+    const __m256 clamped = _mm256_max_ps(_mm256_set1_ps(-87.0f), x);  // this operand order keeps NaN
+    const __m256 n = _mm256_round_ps(
+        _mm256_mul_ps(clamped, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), clamped);
+    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+    __m256 p = _mm256_set1_ps(1.9875691500e-4f);
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.3981999507e-3f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(8.3334519073e-3f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(4.1665795894e-2f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.6666665459e-1f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
+    p = _mm256_fmadd_ps(p, _mm256_mul_ps(r, r), _mm256_add_ps(r, _mm256_set1_ps(1.0f)));
+    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    p = _mm256_mul_ps(p, _mm256_castsi256_ps(exponent));
+    // Below the clamp the result is zero: exp(-87) is 1e-38 and masked entries must be exactly nothing.
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_LT_OQ), p);
+  }
+#endif
+  return x.exp();
+}
+
+// c[M, TILE_N * VL] += a[M, kn] x b[kn, TILE_N * VL]; each element is summed in the order of k whatever MR is.
+template <class A, int MR>
+inline void product_tile(const A* a, int64_t lda, const A* b, A* c, int64_t ldc, int64_t kn) {
+  using Vec = Vectorized<A>;
+  constexpr int VL = Vec::size();
+  Vec acc[MR][TILE_N];
+#pragma GCC unroll 12
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < TILE_N; ++n) acc[m][n] = Vec::loadu(c + m * ldc + n * VL);
+  for (int64_t k = 0; k < kn; ++k) {
+    Vec bv[TILE_N];
+#pragma GCC unroll 2
+    for (int n = 0; n < TILE_N; ++n) bv[n] = Vec::loadu(b + (k * TILE_N + n) * VL);
+#pragma GCC unroll 12
+    for (int m = 0; m < MR; ++m) {
+      const Vec av(a[m * lda + k]);
+#pragma GCC unroll 2
+      for (int n = 0; n < TILE_N; ++n) acc[m][n] = at::vec::fmadd(av, bv[n], acc[m][n]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < TILE_N; ++n) acc[m][n].store(c + m * ldc + n * VL);
+}
+
+template <class A, int MR = TILE_M>
+void product_rows(int64_t M, const A* a, int64_t lda, const A* b, A* c, int64_t ldc, int64_t kn) {
+  while (M >= MR) {
+    product_tile<A, MR>(a, lda, b, c, ldc, kn);
+    a += MR * lda, c += MR * ldc, M -= MR;
+  }
+  if constexpr (MR > 1) {
+    if (M > 0) product_rows<A, MR - 1>(M, a, lda, b, c, ldc, kn);
+  }
+}
+
+// c[M, width] += a[M, kn] x panels[width / PW][panel_rows][PW], of each panel the first kn rows
+template <class A>
+[[gnu::noinline]] void product(int64_t M, int64_t width, const A* a, int64_t lda, const A* b, int64_t panel_rows, A* c,
+                               int64_t ldc, int64_t kn) {
+  constexpr int64_t PW = TILE_N * Vectorized<A>::size();
+  for (int64_t n = 0; n < width; n += PW) product_rows<A>(M, a, lda, b + n * panel_rows, c + n, ldc, kn);
+}
+
+// s[MR, 4] = q[MR, D] x rows[4][D]; D is a multiple of the vector length
+template <class A, class T, int MR>
+inline void dot_rows(const A* q, int64_t ldq, const T* const* rows, int64_t D, A* s, int64_t lds) {
+  using Vec = Vectorized<A>;
+  constexpr int VL = Vec::size();
+  Vec acc[MR][4];
+#pragma GCC unroll 4
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) acc[m][r] = Vec(A(0));
+  for (int64_t d = 0; d < D; d += VL) {
+    Vec kv[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) kv[r] = load<A>(rows[r] + d);
+#pragma GCC unroll 4
+    for (int m = 0; m < MR; ++m) {
+      const Vec qv = Vec::loadu(q + m * ldq + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) acc[m][r] = at::vec::fmadd(qv, kv[r], acc[m][r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < MR; ++m) sum4(acc[m], s + m * lds);
+}
+
+// o[MR, NR * VL] += p[MR, count] x rows[count][NR * VL]
+template <class A, class T, int MR, int NR>
+inline void weigh_columns(const A* p, int64_t ldp, const T* const* rows, int64_t count, int64_t d, A* o, int64_t ldo) {
+  using Vec = Vectorized<A>;
+  constexpr int VL = Vec::size();
+  Vec acc[MR][NR];
+#pragma GCC unroll 4
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; ++n) acc[m][n] = Vec::loadu(o + m * ldo + d + n * VL);
+  for (int64_t c = 0; c < count; ++c) {
+    Vec vv[NR];
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; ++n) vv[n] = load<A>(rows[c] + d + n * VL);
+#pragma GCC unroll 4
+    for (int m = 0; m < MR; ++m) {
+      const Vec pv(p[m * ldp + c]);
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; ++n) acc[m][n] = at::vec::fmadd(pv, vv[n], acc[m][n]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; ++n) acc[m][n].store(o + m * ldo + d + n * VL);
+}
+
+template <class A, class T, int MR>
+void weigh_rows(const A* p, int64_t ldp, const T* const* rows, int64_t count, int64_t D, A* o, int64_t ldo) {
+  constexpr int VL = Vectorized<A>::size();
+  constexpr int NR = MR <= 2 ? 4 : 2;
+  int64_t d = 0;
+  for (; d + NR * VL <= D; d += NR * VL) weigh_columns<A, T, MR, NR>(p, ldp, rows, count, d, o, ldo);
+  for (; d < D; d += VL) weigh_columns<A, T, MR, 1>(p, ldp, rows, count, d, o, ldo);
+}
+
+template <class T>
+inline void prefetch_row(const T* row, int64_t D) {
+  const char* p = reinterpret_cast<const char*>(row);
+  const int64_t bytes = D * static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+}
+
+// panels[n / PW][D][PW] = rows[n][D] transposed; columns without a row are zero
+template <class A, class T>
+void pack_keys(const T* const* rows, int64_t c0, int64_t c1, int64_t D, A* panels) {
+  constexpr int64_t PW = TILE_N * Vectorized<A>::size();
+  if (c0 > 0 || c1 < BLOCK) std::fill_n(panels, BLOCK * D, A(0));
+  int64_t c = c0;
+  while (c < c1) {
+    A* column = panels + (c / PW) * D * PW + c % PW;
+#if defined(CPU_CAPABILITY_AVX2)
+    if constexpr (std::is_same_v<A, float>) {
+      if (c % 8 == 0 && c + 8 <= c1 && D % 8 == 0) {
+        for (int64_t d = 0; d < D; d += 8) {
+          __m256 x[8], y[8];
+#pragma GCC unroll 8
+          for (int i = 0; i < 8; ++i) x[i] = load<float>(rows[c + i] + d);
+#pragma GCC unroll 4
+          for (int i = 0; i < 8; i += 2) {
+            y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+            y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+          }
+#pragma GCC unroll 2
+          for (int i = 0; i < 8; i += 4) {
+            x[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
+            x[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xEE);
+            x[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
+            x[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xEE);
+          }
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i) {
+            _mm256_storeu_ps(column + (d + i) * PW, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+            _mm256_storeu_ps(column + (d + i + 4) * PW, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+          }
+        }
+        c += 8;
+        continue;
+      }
+    }
+#endif
+    for (int64_t d = 0; d < D; ++d) column[d * PW] = static_cast<A>(rows[c][d]);
+    ++c;
+  }
+}
+
+// panels[d / PW][BLOCK][PW] = rows[c][d]; only rows c0..c1 are written, and only they may be read
+template <class A, class T>
+void pack_values(const T* const* rows, int64_t c0, int64_t c1, int64_t D, A* panels) {
+  constexpr int64_t VL = Vectorized<A>::size(), PW = TILE_N * VL;
+  for (int64_t c = c0; c < c1; ++c) {
+    int64_t d = 0;
+    for (; d + PW <= D; d += PW)
+      for (int64_t n = 0; n < PW; n += VL) load<A>(rows[c] + d + n).store(panels + d * BLOCK + c * PW + n);
+    if (d < D) {
+      A* tail = panels + d * BLOCK + c * PW;
+      for (int64_t n = 0; n < PW; ++n) tail[n] = d + n < D ? static_cast<A>(rows[c][d + n]) : A(0);
+    }
+  }
+}
+
+struct Item {
+  int64_t b, q0, qn;    // sequence, first query token in it, how many
+  int64_t h0, h1;       // KV heads
+  int64_t j0, j1;       // KV indices
+  int64_t part;         // where its partial result goes for head 0; -1: the item is the whole row
+  int64_t part_stride;  // from one head's partial result to the next head's
+};
+
+struct Merge {          // one sequence whose KV range was split
+  int64_t b, qn, num_parts, part;
+};
+
+template <class A>
+struct Scratch {
+  std::vector<A> memory;
+  A *q, *s, *o, *m, *l, *kt, *vt;
+  void reserve(int64_t M, int64_t D, int64_t Dp) {
+    const int64_t sizes[] = {M * Dp, M * BLOCK, M * Dp, M, M, BLOCK * D, BLOCK * Dp};
+    A** fields[] = {&q, &s, &o, &m, &l, &kt, &vt};
+    int64_t total = 16;
+    for (int64_t n : sizes) total += ceil_div(n, 16) * 16;
+    if (static_cast<int64_t>(memory.size()) < total) memory.resize(total);
+    auto address = reinterpret_cast<uintptr_t>(memory.data());
+    A* next = reinterpret_cast<A*>((address + 63) / 64 * 64);
+    for (int i = 0; i < 7; ++i) {
+      *fields[i] = next;
+      next += ceil_div(sizes[i], 16) * 16;
+    }
+  }
+};
+
+template <class A, class T>
+struct Attention {
+  using Vec = Vectorized<A>;
+  static constexpr int64_t VL = Vec::size(), PW = TILE_N * VL;
+  static constexpr A NEG_INF = -std::numeric_limits<A>::infinity();
+
+  const Args& x;
+  const int64_t G = x.H / x.K;
+  const int64_t D = x.D, Dp = ceil_div(x.D, PW) * PW;
+  const int64_t block_queries = std::max<int64_t>(1, ROWS / G);
+  std::vector<Item> items;
+  std::vector<Merge> merges;
+  std::unique_ptr<A[]> parts;
+
+  int64_t extend_len(int64_t b) const { return x.query_start_loc[b + 1] - x.query_start_loc[b]; }
+  int64_t last_key(int64_t b, int64_t i) const { return x.seq_lens[b] - extend_len(b) + i + 1; }  // exclusive
+  int64_t first_key(int64_t b, int64_t i) const {
+    return x.window ? std::max<int64_t>(0, last_key(b, i) - x.window) : 0;
+  }
+
+  void plan() {
+    const int64_t threads = at::get_num_threads();
+    int64_t ranges = 0;
+    for (int64_t b = 0; b < x.B; ++b)
+      if (extend_len(b) == 1) ranges += ceil_div(x.seq_lens[b] - first_key(b, 0), SPLIT);
+    // A slot's heads lie side by side: reading them in one item is kinder to the memory, when items abound.
+    const int64_t heads = ranges >= 4 * threads ? x.K : 1;
+    int64_t num_parts = 0;
+    double work = 0;
+    for (int64_t b = 0; b < x.B; ++b) {
+      const int64_t n = extend_len(b);
+      // Backwards: late queries see the longest context, and long items must not come last.
+      for (int64_t blk = ceil_div(n, block_queries) - 1; blk >= 0; --blk) {
+        const int64_t q0 = blk * block_queries, qn = std::min(block_queries, n - q0);
+        const int64_t lo = first_key(b, q0), hi = last_key(b, q0 + qn - 1);
+        const int64_t first = lo / SPLIT, count = n <= block_queries ? ceil_div(hi, SPLIT) - first : 1;
+        work += static_cast<double>(qn) * static_cast<double>(x.H * D * (hi - lo));
+        if (count > 1) merges.push_back({b, qn, count, num_parts});
+        const int64_t step = n == 1 ? heads : 1;
+        for (int64_t h = 0; h < x.K; h += step) {
+          if (count == 1) {
+            items.push_back({b, q0, qn, h, h + step, lo, hi, -1, 0});
+            continue;
+          }
+          for (int64_t c = 0; c < count; ++c)
+            items.push_back({b, q0, qn, h, h + step, std::max(lo, (first + c) * SPLIT),
+                             std::min(hi, (first + c + 1) * SPLIT), num_parts + c * qn * G, count * qn * G});
+        }
+        if (count > 1) num_parts += x.K * count * qn * G;
+      }
+    }
+    if (num_parts) parts.reset(new A[num_parts * (D + 2)]);
+    serial = work < 100000;  // about what waking the other threads costs
+  }
+  bool serial = false;
+
+  template <class F>
+  void for_each(int64_t n, const F& f) const {
+    std::atomic<int64_t> next{0};
+    const int64_t workers = serial ? 1 : std::min<int64_t>(n, at::get_num_threads());
+    at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t w = begin; w < end; ++w)
+        for (int64_t i = next++; i < n; i = next++) f(i);
+    });
+  }
+
+  void run() {
+    plan();
+    for_each(static_cast<int64_t>(items.size()), [&](int64_t i) {
+      const Item& item = items[i];
+      for (int64_t h = item.h0; h < item.h1; ++h) attend(item, h);
+    });
+    for_each(static_cast<int64_t>(merges.size()) * x.K, [&](int64_t i) { merge(merges[i / x.K], i % x.K); });
+  }
+
+  static Scratch<A>& scratch(int64_t M, int64_t D, int64_t Dp) {
+    static thread_local Scratch<A> s;
+    s.reserve(M, D, Dp);
+    return s;
+  }
+
+  void attend(const Item& it, int64_t h) const {
+    const int64_t M = it.qn * G;
+    Scratch<A>& w = scratch(M, D, Dp);
+    load_queries(it, h, w.q);
+    std::fill_n(w.o, M * Dp, A(0));
+    std::fill_n(w.m, M, NEG_INF);
+    std::fill_n(w.l, M, A(0));
+    const bool direct = it.qn == 1 && G <= DIRECT_ROWS && D % VL == 0;
+    const int32_t* slots = x.req_to_token + x.req_pool_indices[it.b] * x.req_stride;
+    const T* pool_k = reinterpret_cast<const T*>(x.pool_k) + h * x.pool_stride_h;
+    const T* pool_v = reinterpret_cast<const T*>(x.pool_v) + h * x.pool_stride_h;
+    const T *k_rows[BLOCK], *v_rows[BLOCK];
+    for (int64_t j0 = it.j0 / BLOCK * BLOCK; j0 < it.j1; j0 += BLOCK) {
+      const int64_t c0 = std::max(it.j0 - j0, int64_t(0)), c1 = std::min(it.j1 - j0, BLOCK);
+      for (int64_t c = c0; c < c1; ++c) {
+        k_rows[c] = pool_k + slots[j0 + c] * x.pool_stride_s;
+        v_rows[c] = pool_v + slots[j0 + c] * x.pool_stride_s;
+      }
+      if (direct) {
+        // Dots come in fours: the columns that fill up a four repeat a row in range and are masked below.
+        for (int64_t c = c0 / 4 * 4; c < c0; ++c) k_rows[c] = k_rows[c0];
+        for (int64_t c = c1; c < ceil_div(c1, 4) * 4; ++c) k_rows[c] = k_rows[c1 - 1];
+        for (int64_t c = c0 / 4 * 4; c < c1; c += 4) {
+          for (int64_t i = std::max(c, c0); i < std::min(c + 4, c1); ++i) prefetch_row(v_rows[i], D);
+          int64_t m = 0;
+          const T* const* rows = k_rows + c;
+          A* s = w.s + c;
+          for (; M - m >= 3 && M - m != 4; m += 3) dot_rows<A, T, 3>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
+          for (; M - m >= 2; m += 2) dot_rows<A, T, 2>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
+          if (m < M) dot_rows<A, T, 1>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
+        }
+        for (int64_t m = 0; m < M; ++m) softmax_step(w, m, c0, c1);
+        for (int64_t c = j0 + BLOCK; c < std::min(j0 + 2 * BLOCK, it.j1); ++c)
+          prefetch_row(pool_k + slots[c] * x.pool_stride_s, D);
+        weigh_direct(w, M, v_rows + c0, c0, c1 - c0);
+        continue;
+      }
+      pack_keys(k_rows, c0, c1, D, w.kt);
+      pack_values(v_rows, c0, c1, D, w.vt);
+      std::fill_n(w.s, M * BLOCK, A(0));
+      product(M, BLOCK, w.q, Dp, w.kt, D, w.s, BLOCK, D);
+      const bool whole = first_key(it.b, it.q0 + it.qn - 1) <= j0 + c0 && last_key(it.b, it.q0) >= j0 + c1;
+      if (whole) {
+        for (int64_t m = 0; m < M; ++m) softmax_step(w, m, c0, c1);
+        product(M, Dp, w.s + c0, BLOCK, w.vt + c0 * PW, BLOCK, w.o, Dp, c1 - c0);
+        continue;
+      }
+      // On the diagonal and at a window's edge each query token has a range of its own; its G rows share it.
+      for (int64_t i = 0; i < it.qn; ++i) {
+        const int64_t a = std::max(c0, first_key(it.b, it.q0 + i) - j0);
+        const int64_t z = std::min(c1, last_key(it.b, it.q0 + i) - j0);
+        if (a >= z) continue;
+        for (int64_t m = i * G; m < (i + 1) * G; ++m) softmax_step(w, m, a, z);
+        product(G, Dp, w.s + i * G * BLOCK + a, BLOCK, w.vt + a * PW, BLOCK, w.o + i * G * Dp, Dp, z - a);
+      }
+    }
+    if (it.part < 0) {
+      for (int64_t r = 0; r < M; ++r) finish(it.b, it.q0 + r / G, h * G + r % G, w.o + r * Dp, w.m[r], w.l[r]);
+      return;
+    }
+    A* part = parts.get() + (it.part + (h * it.part_stride)) * (D + 2);
+    for (int64_t r = 0; r < M; ++r, part += D + 2) {
+      part[0] = w.m[r];
+      part[1] = w.l[r];
+      std::copy_n(w.o + r * Dp, D, part + 2);
+    }
+  }
+
+  void load_queries(const Item& it, int64_t h, A* q) const {
+    const A scale = static_cast<A>(x.scale);
+    const int64_t t0 = x.query_start_loc[it.b] + it.q0;
+    with_dtype(x.q_dtype, [&](auto tag) {
+      using Q = decltype(tag);
+      for (int64_t r = 0; r < it.qn * G; ++r) {
+        const Q* row = static_cast<const Q*>(x.q) + (t0 + r / G) * x.q_stride_t + (h * G + r % G) * x.q_stride_h;
+        for (int64_t d = 0; d < D; ++d) q[r * Dp + d] = static_cast<A>(row[d]) * scale;
+        std::fill(q + r * Dp + D, q + (r + 1) * Dp, A(0));
+      }
+    });
+  }
+
+  // Logits of one row in columns c0..c1 become weights (0 elsewhere); m, l and o move to the new maximum.
+  void softmax_step(Scratch<A>& w, int64_t row, int64_t c0, int64_t c1) const {
+    A* s = w.s + row * BLOCK;
+    if (x.softcap > 0) {
+      const Vec cap(static_cast<A>(x.softcap)), inverse(static_cast<A>(1 / x.softcap));
+      for (int64_t c = c0 / VL * VL; c < c1; c += VL) (cap * (Vec::loadu(s + c) * inverse).tanh()).store(s + c);
+    }
+    std::fill(s, s + c0, NEG_INF);
+    std::fill(s + c1, s + BLOCK, NEG_INF);
+    Vec top = Vec::loadu(s);
+    for (int64_t c = VL; c < BLOCK; c += VL) top = at::vec::maximum(top, Vec::loadu(s + c));  // keeps NaN
+    const A block_max = at::vec::vec_reduce_all<A>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, top);
+    const A old_max = w.m[row];
+    const A new_max = block_max > old_max || std::isnan(block_max) ? block_max : old_max;
+    if (new_max == NEG_INF) {  // every logit so far is -inf: weight 0, and no -inf - -inf
+      std::fill_n(s, BLOCK, A(0));
+      return;
+    }
+    if (new_max != old_max) {
+      const A shrink = std::exp(old_max - new_max);
+      w.m[row] = new_max;
+      w.l[row] *= shrink;
+      A* o = w.o + row * Dp;
+      for (int64_t d = 0; d < Dp; ++d) o[d] *= shrink;
+    }
+    const Vec minus(new_max);
+    Vec total(A(0));
+    for (int64_t c = 0; c < BLOCK; c += VL) {
+      const Vec p = exp_nonpositive<A>(Vec::loadu(s + c) - minus);
+      p.store(s + c);
+      total = total + p;
+    }
+    w.l[row] += sum(total);
+  }
+
+  void weigh_direct(Scratch<A>& w, int64_t M, const T* const* rows, int64_t c0, int64_t count) const {
+    int64_t m = 0;
+    for (; m + 4 <= M; m += 4) weigh_rows<A, T, 4>(w.s + m * BLOCK + c0, BLOCK, rows, count, D, w.o + m * Dp, Dp);
+    const A* s = w.s + m * BLOCK + c0;
+    A* o = w.o + m * Dp;
+    if (M - m == 3) weigh_rows<A, T, 3>(s, BLOCK, rows, count, D, o, Dp);
+    if (M - m == 2) weigh_rows<A, T, 2>(s, BLOCK, rows, count, D, o, Dp);
+    if (M - m == 1) weigh_rows<A, T, 1>(s, BLOCK, rows, count, D, o, Dp);
+  }
+
+  void merge(const Merge& job, int64_t h) const {
+    const int64_t M = job.qn * G, stride = M * (D + 2);
+    Scratch<A>& w = scratch(1, D, Dp);
+    for (int64_t r = 0; r < M; ++r) {
+      const A* first = parts.get() + (job.part + h * job.num_parts * M + r) * (D + 2);
+      A top = NEG_INF, total = 0;
+      for (int64_t c = 0; c < job.num_parts; ++c)
+        if (first[c * stride] > top || std::isnan(first[c * stride])) top = first[c * stride];
+      std::fill_n(w.o, D, A(0));
+      for (int64_t c = 0; c < job.num_parts; ++c) {
+        const A* part = first + c * stride;
+        if (part[0] == NEG_INF) continue;  // no key of this part is visible to this row
+        const A shrink = std::exp(part[0] - top);
+        total += shrink * part[1];
+        for (int64_t d = 0; d < D; ++d) w.o[d] += shrink * part[2 + d];
+      }
+      finish(job.b, r / G, h * G + r % G, w.o, top, total);
+    }
+  }
+
+  void finish(int64_t b, int64_t i, int64_t head, const A* o, A max, A total) const {
+    A factor;
+    if (x.sinks) {
+      A sink{};
+      with_dtype(x.sinks_dtype, [&](auto tag) {
+        sink = static_cast<A>(static_cast<const decltype(tag)*>(x.sinks)[head]);
+      });
+      // Relative to the larger of the two, so that neither exponential overflows.
+      const A top = sink > max ? sink : max;
+      factor = std::exp(max - top) / (total * std::exp(max - top) + std::exp(sink - top));
+    } else {
+      factor = A(1) / total;
+    }
+    const int64_t offset = ((x.query_start_loc[b] + i) * x.H + head) * D;
+    with_dtype(x.q_dtype, [&](auto tag) {
+      using Q = decltype(tag);
+      Q* out = static_cast<Q*>(x.out) + offset;
+      for (int64_t d = 0; d < D; ++d) out[d] = static_cast<Q>(o[d] * factor);
+    });
+  }
+};
+
+void check_batch(const Args& x) {
+  if (x.query_start_loc[0] != 0) refuse("query_start_loc must start with 0");
+  for (int64_t b = 0; b < x.B; ++b) {
+    const std::string who = "sequence " + std::to_string(b) + ": ";
+    const int64_t n = x.query_start_loc[b + 1] - x.query_start_loc[b], len = x.seq_lens[b];
+    if (n < 0) refuse(who + "query_start_loc decreases");
+    if (x.query_start_loc[b + 1] > x.T)
+      refuse(who + "query_start_loc ends at " + std::to_string(x.query_start_loc[b + 1]) + ", past the " +
+             std::to_string(x.T) + " rows of q");
+    if (n == 0) continue;  // nothing is read for it
+    if (len < n || len > x.max_ctx)
+      refuse(who + "seq_lens is " + std::to_string(len) + ", expected " + std::to_string(n) +
+             " (its new tokens) to " + std::to_string(x.max_ctx) + " (columns of req_to_token)");
+    const int64_t req = x.req_pool_indices[b];
+    if (req < 0 || req >= x.max_reqs)
+      refuse(who + "req_pool_indices is " + std::to_string(req) + ", expected 0 to " +
+             std::to_string(x.max_reqs - 1) + " (rows of req_to_token)");
+    const int32_t* slots = x.req_to_token + req * x.req_stride;
+    const int64_t begin = x.window ? std::max<int64_t>(0, len - n + 1 - x.window) : 0;
+    int32_t low = 0, high = 0;
+    for (int64_t j = begin; j < len; ++j) low = std::min(low, slots[j]), high = std::max(high, slots[j]);
+    if (low < 0 || high >= x.S)
+      refuse(who + "req_to_token holds slot " + std::to_string(low < 0 ? low : high) + ", expected 0 to " +
+             std::to_string(x.S - 1) + " (slots of kv_pool)");
+  }
+}
+
+void check_locations(const Args& x) {
+  for (int64_t t = 0; t < x.T; ++t)
+    if (x.out_cache_loc[t] < -1 || x.out_cache_loc[t] >= x.S)
+      refuse("out_cache_loc[" + std::to_string(t) + "] is " + std::to_string(x.out_cache_loc[t]) +
+             ", expected -1 (not written) to " + std::to_string(x.S - 1) + " (slots of kv_pool)");
+}
+
+template <class To, class From>
+void write_rows(const Args& x, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t slot = x.out_cache_loc[t];
+    if (slot < 0) continue;
+    for (int64_t h = 0; h < x.K; ++h) {
+      const From* k = static_cast<const From*>(x.k) + t * x.k_stride_t + h * x.k_stride_h;
+      const From* v = static_cast<const From*>(x.v) + t * x.v_stride_t + h * x.v_stride_h;
+      To* to_k = reinterpret_cast<To*>(x.pool_k) + slot * x.pool_stride_s + h * x.pool_stride_h;
+      To* to_v = reinterpret_cast<To*>(x.pool_v) + slot * x.pool_stride_s + h * x.pool_stride_h;
+      for (int64_t d = 0; d < x.D; ++d) to_k[d] = static_cast<To>(k[d]);
+      for (int64_t d = 0; d < x.D; ++d) to_v[d] = static_cast<To>(v[d]);
+    }
+  }
+}
+
+void write(const Args& x) {
+  with_dtype(x.pool_dtype, [&](auto to) {
+    with_dtype(x.kv_dtype, [&](auto from) {
+      at::parallel_for(0, x.T, 1 + 32768 / (x.K * x.D), [&](int64_t begin, int64_t end) {
+        write_rows<decltype(to), decltype(from)>(x, begin, end);
+      });
+    });
+  });
+}
+
+void attend(const Args& x) {
+  const bool wide = x.q_dtype == kDouble || x.pool_dtype == kDouble;
+  with_dtype(x.pool_dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if constexpr (!std::is_same_v<T, Half>) {  // cpu.py refuses float16 beside float64: nobody mixes them
+      if (wide) return Attention<double, T>{x}.run();
+    }
+    if constexpr (!std::is_same_v<T, double>) Attention<float, T>{x}.run();
+  });
+  with_dtype(x.q_dtype, [&](auto tag) {
+    using Q = decltype(tag);
+    Q* out = static_cast<Q*>(x.out);
+    std::fill(out + x.query_start_loc[x.B] * x.H * x.D, out + x.T * x.H * x.D, Q(0.0f));
+  });
+}
+
+// The interpreter is let go while the kernel runs; C++ errors come back as Python ones.
+template <class F>
+PyObject* guarded(F&& f) {
+  std::string message;
+  PyObject* kind = nullptr;
+  PyThreadState* state = PyEval_SaveThread();
+  try {
+    f();
+  } catch (const std::invalid_argument& e) {
+    kind = PyExc_ValueError, message = e.what();
+  } catch (const std::bad_alloc&) {
+    kind = PyExc_MemoryError, message = "radix_attention: out of memory";
+  } catch (const std::exception& e) {
+    kind = PyExc_RuntimeError, message = e.what();
+  }
+  PyEval_RestoreThread(state);
+  if (kind) {
+    PyErr_SetString(kind, message.c_str());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+// Arguments arrive as one flat list of integers (addresses, element strides, sizes) and floats; cpu.py is the caller.
+struct Reader {
+  PyObject* const* args;
+  int64_t integer() { return PyLong_AsLongLong(*args++); }
+  double real() { return PyFloat_AsDouble(*args++); }
+  template <class P>
+  P pointer() { return reinterpret_cast<P>(PyLong_AsVoidPtr(*args++)); }
+};
+
+void read_write_args(Reader& r, Args& x) {
+  x.T = r.integer(), x.K = r.integer(), x.D = r.integer(), x.S = r.integer();
+  x.pool_k = r.pointer<char*>(), x.pool_v = r.pointer<char*>();
+  x.pool_dtype = r.integer(), x.pool_stride_s = r.integer(), x.pool_stride_h = r.integer();
+  x.out_cache_loc = r.pointer<const int64_t*>();
+  x.k = r.pointer<const void*>(), x.k_stride_t = r.integer(), x.k_stride_h = r.integer();
+  x.v = r.pointer<const void*>(), x.v_stride_t = r.integer(), x.v_stride_h = r.integer();
+  x.kv_dtype = r.integer();
+}
+
+constexpr Py_ssize_t NUM_WRITE_ARGS = 17, NUM_ARGS = NUM_WRITE_ARGS + 19;
+
+PyObject* py_kv_write(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (n != NUM_WRITE_ARGS) return PyErr_Format(PyExc_TypeError, "kv_write: %zd arguments", n);
+  Args x{};
+  Reader r{args};
+  read_write_args(r, x);
+  if (PyErr_Occurred()) return nullptr;
+  return guarded([&] {
+    check_locations(x);
+    write(x);
+  });
+}
+
+PyObject* py_radix_attention(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (n != NUM_ARGS) return PyErr_Format(PyExc_TypeError, "radix_attention: %zd arguments", n);
+  Args x{};
+  Reader r{args};
+  read_write_args(r, x);
+  x.q = r.pointer<const void*>(), x.q_dtype = r.integer(), x.q_stride_t = r.integer(), x.q_stride_h = r.integer();
+  x.H = r.integer(), x.B = r.integer();
+  x.req_to_token = r.pointer<const int32_t*>();
+  x.max_reqs = r.integer(), x.max_ctx = r.integer(), x.req_stride = r.integer();
+  x.req_pool_indices = r.pointer<const int64_t*>(), x.seq_lens = r.pointer<const int64_t*>();
+  x.query_start_loc = r.pointer<const int64_t*>();
+  x.sinks = r.pointer<const void*>(), x.sinks_dtype = r.integer();
+  x.out = r.pointer<void*>();
+  x.window = r.integer(), x.scale = r.real(), x.softcap = r.real();
+  if (PyErr_Occurred()) return nullptr;
+  return guarded([&] {
+    check_batch(x);  // before anything is written
+    if (x.k) {
+      check_locations(x);
+      write(x);
+    }
+    attend(x);
+  });
+}
+
+PyMethodDef methods[] = {
+    {"kv_write", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_kv_write)), METH_FASTCALL, nullptr},
+    {"radix_attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_radix_attention)), METH_FASTCALL,
+     nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, "radix_attention", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_radix_attention() { return PyModule_Create(&module_def); }

@@ -1,0 +1,66 @@
+"""The plain meaning of paged attention in dense PyTorch: any device, loops over sequences, no speed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def kv_write(k: Tensor, v: Tensor, kv_pool: Tensor, out_cache_loc: Tensor, layer_id: int) -> None:
+    """Write k, v ``[T, K, D]`` to slots ``out_cache_loc`` (int64 ``[T]``, -1: not written) of layer ``layer_id`` of
+    ``kv_pool`` ``[L, 2, S, K, D]``. Source: ours."""
+    rows = out_cache_loc >= 0
+    slots = out_cache_loc[rows]
+    kv_pool[layer_id, 0, slots] = k[rows].to(kv_pool.dtype)
+    kv_pool[layer_id, 1, slots] = v[rows].to(kv_pool.dtype)
+
+
+def radix_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pool: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out_cache_loc: Tensor,
+    *,
+    layer_id: int,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """As ``radix_attention`` of this package. Computes in float64 where q or the pool is, else in float32."""
+    if not causal:
+        raise ValueError("radix_attention is causal only")
+    if k is not None and v is not None:
+        kv_write(k, v, kv_pool, out_cache_loc, layer_id)
+    dtype = torch.float64 if torch.float64 in (q.dtype, kv_pool.dtype) else torch.float32
+    group = q.shape[1] // kv_pool.shape[3]
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    bounds = query_start_loc.tolist()
+    for b, (request, seq_len) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist())):
+        begin, end = bounds[b], bounds[b + 1]
+        if begin == end:
+            continue
+        position = torch.arange(seq_len - (end - begin), seq_len, device=q.device)[:, None]
+        first = 0 if sliding_window is None else max(0, int(position[0]) - sliding_window + 1)
+        index = torch.arange(first, seq_len, device=q.device)[None, :]
+        slots = req_to_token[request, first:seq_len].long()
+        keys, values = kv_pool[layer_id][:, slots].to(dtype).repeat_interleave(group, dim=2)  # [kv, H, D] each
+        logits = torch.einsum("qhd,khd->hqk", q[begin:end].to(dtype), keys) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        visible = index <= position
+        if sliding_window is not None:
+            visible &= index > position - sliding_window
+        logits = logits.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            sink = sinks.to(dtype)[:, None, None].expand(-1, end - begin, 1)
+            logits = torch.cat([logits, sink], dim=-1)
+        weights = torch.softmax(logits, dim=-1)[..., : seq_len - first]
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+    return out
