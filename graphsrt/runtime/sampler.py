@@ -73,7 +73,7 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     reached = weights.cumsum(-1)
     target = uniform[:, None].double() * reached[:, -1:]
     index = torch.searchsorted(reached, target, right=True)[:, 0]
-    # Rounding may put the target at the very end, past entries of weight 0, which are no choice.
+    # A number that was cast to float32 on its way may be 1.0: the end, past entries of weight 0, which are no choice.
     size = weights.shape[-1]
     last = size - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1)
     return torch.minimum(index, last)

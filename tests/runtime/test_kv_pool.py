@@ -34,6 +34,16 @@ def test_pages_are_owned_once_and_all_accounted_for(
     assert sorted(pool.slots(everything).tolist()) == list(range(page_size, num_pages * page_size))
 
 
+def test_pages_given_out_are_no_view_of_the_free_list() -> None:
+    pool = TokenToKVPool(6, 2)
+    first, second = pool.alloc(2), pool.alloc(3)
+    assert first is not None and second is not None
+    kept = first.tolist()
+    pool.free(second)
+    pool.free(first)
+    assert first.tolist() == kept
+
+
 def test_double_free_is_an_assertion() -> None:
     pool = TokenToKVPool(4, 2)
     pages = pool.alloc(2)

@@ -87,12 +87,12 @@ def test_greedy_takes_the_first_of_equals_in_any_dtype() -> None:
 
 
 def test_extremes_of_the_random_number_never_leave_the_kept_set() -> None:
-    uniform = torch.tensor([0.0, 2.0**-53, 1 - 2.0**-53], dtype=torch.float64)
+    uniform = torch.tensor([0.0, 1 - 2.0**-53, 1.0], dtype=torch.float64)
     row = [-math.inf, 0.0, -800.0, 0.0, -math.inf]  # exp(-800) is 0: no choice, though it is finite
-    assert repeat(row, 1.0, 0, 1.0, uniform).tolist() == [1, 1, 3]
-    assert repeat(row, 1.0, 0, 0.999, uniform).tolist() == [1, 1, 3]
+    assert repeat(row, 1.0, 0, 1.0, uniform).tolist() == [1, 3, 3]
+    assert repeat(row, 1.0, 0, 0.999, uniform).tolist() == [1, 3, 3]
     assert repeat(row, 1.0, 1, 1.0, uniform).tolist() == [1, 1, 1]
-    assert repeat(row, 1e-300, 0, 1.0, uniform).tolist() == [1, 1, 3]
+    assert repeat(row, 1e-300, 0, 1.0, uniform).tolist() == [1, 3, 3]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -161,6 +161,21 @@ def test_head_of_line_is_not_overtaken_by_what_would_fit() -> None:
     assert_idle(scheduler)
 
 
+def test_admission_leaves_a_page_to_those_who_may_still_need_one() -> None:
+    scheduler, executor = make(num_pages=5, page_size=4, budget=40)
+    growing = Request([1] * 4, SamplingParams(max_new_tokens=9, ignore_eos=True))  # 12 slots in the end, 4 now
+    settled = Request([2] * 2, SamplingParams(max_new_tokens=3, ignore_eos=True))  # never more than its first page
+    late = Request([3] * 7, SamplingParams(max_new_tokens=1))  # two pages: the last free ones, but one is promised
+    for request in (growing, settled, late):
+        scheduler.add(request)
+    run_step(scheduler, executor)
+    assert [r.state.name for r in (growing, settled, late)] == ["RUNNING", "RUNNING", "WAITING"]
+    while scheduler.has_work:
+        run_step(scheduler, executor)
+    assert growing.num_preemptions == settled.num_preemptions == late.num_preemptions == 0
+    assert_idle(scheduler)
+
+
 def test_requests_that_can_never_fit_are_refused_with_numbers() -> None:
     scheduler, _ = make(num_pages=4, page_size=4, context=40)
     with pytest.raises(ValueError, match=r"prompt is longer than the context(?s:.*)at most 40 tokens(?s:.*)41 tokens"):
