@@ -13,6 +13,7 @@ operators. A node's name is its name in the text (module path and role, dots inc
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -151,6 +152,7 @@ class Program:
         """Facts of the model that the runtime needs: ``context_length``, ``vocab_size``, ``num_layers``, ..."""
         self.history: list[PassReport] = []
         self.shapes = Shapes()
+        self._weight_nodes: dict[str, fx.Node] = {}
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -165,6 +167,12 @@ class Program:
         result = next(node for node in reversed(self.graph.nodes) if node.op == "output").args[0]
         assert isinstance(result, fx.Node)
         return result
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model: that of its largest weight."""
+        floating = [w for w in self.weights.values() if w.dtype.is_floating_point]
+        return max(floating, key=lambda w: (len(w.shape) > 1, math.prod(w.shape))).dtype if floating else torch.float32
 
     def calls(self, *targets: Target) -> list[fx.Node]:
         """The nodes that call one of ``targets``, in order."""
@@ -201,14 +209,9 @@ class Program:
     # -- building ------------------------------------------------------------------------------------------------
 
     def add_input(self, name: str, item: Input) -> fx.Node:
-        """Declare an input; its placeholder goes after the other placeholders."""
+        """Declare an input; its placeholder goes with the others before the first operator."""
         self.inputs[name] = item
-        after = [node for node in self.graph.nodes if node.op == "placeholder"]
-        with self.graph.inserting_after(after[-1]) if after else self.graph.inserting_before(self._first()):
-            node = self.graph.create_node("placeholder", name)
-        node.name = name
-        node.meta = {"val": self.shapes.tensor(item.shape, item.dtype), "module": "", "made_by": ()}
-        return node
+        return self._declare("placeholder", name, self.shapes.tensor(item.shape, item.dtype))
 
     def add_weight(self, name: str, weight: Weight) -> fx.Node:
         """Declare a weight and return the node that stands for it (one per weight)."""
@@ -219,30 +222,28 @@ class Program:
 
     def weight_node(self, name: str) -> fx.Node:
         """The node that stands for a declared weight."""
-        existing = self._weight_nodes().get(name)
-        if existing is not None:
-            return existing
-        weight = self.weights[name]
-        after = [node for node in self.graph.nodes if node.op in ("placeholder", "get_attr")]
-        with self.graph.inserting_after(after[-1]) if after else self.graph.inserting_before(self._first()):
-            node = self.graph.create_node("get_attr", name)
-        node.name = name
-        node.meta = {"val": self.shapes.tensor(weight.shape, weight.dtype), "module": "", "made_by": ()}
-        if weight.placement is not None:
-            node.meta["placement"] = weight.placement
+        node = self._weight_nodes.get(name)
+        if node is None or node.graph is not self.graph or node._erased:
+            weight = self.weights[name]
+            node = self._declare("get_attr", name, self.shapes.tensor(weight.shape, weight.dtype))
+            if weight.placement is not None:
+                node.meta["placement"] = weight.placement
         return node
 
-    def _weight_nodes(self) -> dict[str, fx.Node]:
-        nodes = {}
-        for node in self.graph.nodes:
-            if node.op == "get_attr":
-                nodes[str(node.target)] = node
-            elif node.op == "call_function":
-                break  # weights are declared before the first operator
-        return nodes
-
-    def _first(self) -> fx.Node:
-        return next(iter(self.graph.nodes), self.graph._root)
+    def _declare(self, op: str, name: str, val: torch.Tensor) -> fx.Node:
+        last = next(iter(reversed(self.graph.nodes)), None)
+        if last is not None and last.op in ("placeholder", "get_attr"):
+            place = self.graph.inserting_after(last)
+        else:
+            first = next((n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")), self.graph._root)
+            place = self.graph.inserting_before(first)
+        with place:
+            node = self.graph.create_node(op, name)
+        node.name = name
+        node.meta = {"val": val, "module": "", "made_by": ()}
+        if op == "get_attr":
+            self._weight_nodes[name] = node
+        return node
 
     def call(
         self, target: Target, *args: Any, name: str, before: fx.Node | None = None, like: fx.Node | None = None, **kwargs: Any
@@ -354,6 +355,8 @@ class Program:
             twin.name = node.name
             twin.meta = dict(node.meta)
             mapping[node] = twin
+            if node.op == "get_attr":
+                other._weight_nodes[str(node.target)] = twin
         return other
 
     def lint(self) -> None:

@@ -1,0 +1,392 @@
+"""From a Hugging Face causal LM to a :class:`Program`: the only file that knows ``torch.export``.
+
+The model runs untouched on the meta device with flattened tokens as a batch of one. transformers' own attention
+interface hands every attention call to :func:`_attention`, which records it as one ``graphsrt::attention`` operator and
+refuses by name whatever that operator cannot carry. Rotary embeddings whose frequencies depend on the length of the
+sequence are fixed once from the engine's context length, so that cached keys agree with later queries.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+from graphsrt import ops
+from graphsrt.errors import CompileError, explain
+from graphsrt.program import Input, Program, Weight, arguments, aten
+from graphsrt.recipes import Ckpt, Const
+
+INTERFACE = "graphsrt"
+KNOWN_ROPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+MAX_CONSTANT_VALUES = 65536
+"""Largest computed buffer that is written out in program text; anything bigger belongs in the checkpoint."""
+
+# Arguments that transformers passes to an attention function and that say nothing about the result here.
+_IRRELEVANT = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
+               "dropout", "past_key_values", "past_key_value", "logits_to_keep", "inputs_embeds"}  # fmt: skip
+
+
+def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+               attention_mask: torch.Tensor | None = None, **extra: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """transformers' attention function: ``query [1, H, T, D]``, ``key``/``value [1, K, T, D]`` -> ``[1, T, H, D]``."""
+    layer = getattr(module, "layer_idx", None)
+    place = f"attention of layer {layer} ({type(module).__name__})"
+
+    def refuse(what: str, got: Any) -> CompileError:
+        return CompileError(explain(f"{place} needs {what}, which the attention operator does not carry", got=str(got)))
+
+    if layer is None:
+        raise CompileError(f"{type(module).__name__} does not say which layer it is (no layer_idx)")
+    if attention_mask is not None:
+        raise refuse("an attention mask", f"a mask of shape {tuple(attention_mask.shape)}")
+    if extra.pop("dropout", 0.0):
+        raise refuse("dropout", "a model in training mode; call model.eval() first")
+    causal = extra.pop("is_causal", None)
+    if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
+        raise refuse("non-causal attention", "is_causal=False")
+    scale = extra.pop("scaling", None)
+    window = extra.pop("sliding_window", None)
+    softcap = extra.pop("softcap", None)
+    sinks = extra.pop("s_aux", None)
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    kind = layer_types[layer] if layer_types and layer < len(layer_types) else "full_attention"
+    if kind == "sliding_attention" and window is None:
+        raise refuse("a sliding window", "layer_types says sliding_attention, but the model passes no sliding_window")
+    if kind not in ("full_attention", "sliding_attention", "attention"):
+        raise refuse(f"{kind}", kind)
+    for name, item in extra.items():
+        if item is not None and item is not False and name not in _IRRELEVANT:
+            raise refuse(f"the argument {name}", tuple(item.shape) if isinstance(item, torch.Tensor) else item)
+    if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
+        raise refuse("heads in whole groups", f"{query.shape[1]} query, {key.shape[1]} key, {value.shape[1]} value heads")
+    out = ops.attention(
+        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
+        layer_id=layer, scale=float(scale if scale is not None else query.shape[-1] ** -0.5),
+        sliding_window=None if window is None else int(window),
+        softcap=None if softcap is None else float(softcap), sinks=sinks,
+    )  # fmt: skip
+    return out[None], None
+
+
+class _Flattened(nn.Module):
+    """``(tokens [T], positions [T]) -> logits [T, V]`` of a causal LM."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        result = self.net(input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True)
+        return result.logits[0]
+
+
+def check_config(config: Any) -> None:
+    """Refuse, by name, what no captured program can honour; before any weight is read."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for kind in sorted(rope_types(text)):
+        if kind not in KNOWN_ROPES:
+            raise CompileError(
+                explain(
+                    f"unknown rope type {kind!r}",
+                    where="rope_parameters of the config",
+                    expected=", ".join(KNOWN_ROPES),
+                    hint="correct rope_parameters, or upgrade transformers if the model is newer than it",
+                )
+            )
+
+
+def rope_types(config: Any) -> set[str]:
+    """The rope types that a text config names."""
+    found = set()
+    for parameters in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
+        if isinstance(parameters, dict):
+            nested = [p for p in parameters.values() if isinstance(p, dict)]
+            for item in nested or [parameters]:
+                kind = item.get("rope_type", item.get("type"))
+                if kind is not None:
+                    found.add(kind)
+    return found
+
+
+def meta_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a model whose parameters are on the meta device in ``dtype``; the original is left untouched."""
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        return torch.empty_like(tensor, device="meta", dtype=target)
+
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(empty(parameter.data), requires_grad=False)
+    twin = copy.deepcopy(model, memo)
+    return twin.eval()
+
+
+def meta_model(config: Any, model_class: type, dtype: torch.dtype) -> nn.Module:
+    """The model of a config on the meta device, its computed buffers (rotary frequencies, scales) filled in."""
+    with torch.device("meta"), _default_dtype(dtype):
+        model = model_class(copy.deepcopy(config))
+    for module in model.modules():
+        unfilled = [n for n, b in module._buffers.items() if b is not None and b.is_meta and _computed(module, n)]
+        if not unfilled:
+            continue
+        for name in unfilled:
+            buffer = module._buffers[name]
+            filler = float("nan") if buffer.is_floating_point() else -(2**31)
+            module._buffers[name] = torch.full(buffer.shape, filler, dtype=buffer.dtype, device="cpu")
+        model._init_weights(module)
+        for name in unfilled:
+            buffer = module._buffers[name]
+            if (torch.isnan(buffer) if buffer.is_floating_point() else buffer == -(2**31)).any():
+                raise CompileError(f"buffer {name} of {type(module).__name__} is computed when the model is built, but "
+                                   "transformers cannot recompute it; pass a model in memory instead of a config")  # fmt: skip
+    return model.eval()
+
+
+def _computed(module: nn.Module, name: str) -> bool:
+    return name in module._non_persistent_buffers_set
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def fix_rope(model: nn.Module, context_length: int) -> None:
+    """Fix rotary frequencies that depend on the sequence length to those of a ``context_length`` sequence."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None or not hasattr(module, "config"):
+            continue
+        per_layer_type = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer_type, kind in per_layer_type.items():
+            if kind not in LENGTH_DEPENDENT_ROPES:
+                continue
+            extra = {} if layer_type is None else {"layer_type": layer_type}
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, "cpu", seq_len=context_length, **extra)
+            setattr(module, f"{prefix}inv_freq", inv_freq)
+            setattr(module, f"{prefix}attention_scaling", scaling)
+        if any(kind in LENGTH_DEPENDENT_ROPES for kind in per_layer_type.values()):
+            # the decorated forward would change the frequencies from step to step
+            module.forward = inspect.unwrap(type(module).forward).__get__(module)
+
+
+def capture(model: nn.Module, *, context_length: int, name: str | None = None) -> Program:
+    """Export a causal LM (:func:`meta_twin` or :func:`meta_model`; it is modified) as a :class:`Program`.
+
+    Raises CompileError where the model does something that a served program cannot keep: attention outside the
+    interface, state between tokens, control flow on the token count.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(INTERFACE, _attention)
+    config = model.config
+    check_config(config)
+    for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        part._attn_implementation = INTERFACE
+    fix_rope(model, context_length)
+    constants = {n: b for n, b in _named_buffers(model) if not b.is_meta}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to("meta")
+    exported = _export(_Flattened(model), config)
+    program = _convert(exported, model, constants, name or getattr(config, "model_type", "model"))
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    program.constants = {
+        "context_length": context_length,
+        "vocab_size": int(program.output.meta["val"].shape[-1]),
+        "num_layers": len(program.calls(ops.attention)),
+    }
+    _check_attention(program, text)
+    return program
+
+
+def _named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _export(wrapper: nn.Module, config: Any) -> torch.export.ExportedProgram:
+    example = (torch.zeros(7, dtype=torch.long, device="meta"), torch.arange(7, device="meta"))
+    dynamic = {"tokens": {0: torch.export.Dim.DYNAMIC}, "positions": {0: torch.export.Dim.DYNAMIC}}
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(
+                wrapper, example, dynamic_shapes=dynamic, strict=False, prefer_deferred_runtime_asserts_over_guards=True
+            )
+        if any(_mutates(node) for node in exported.graph.nodes):
+            exported = exported.run_decompositions({})  # functionalises in-place operators, keeps all others
+    except CompileError:
+        raise
+    except Exception as error:  # torch.export raises whatever the model's code raises
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, CompileError):
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, CompileError):
+            raise cause from None
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CompileError(
+            explain(
+                f"{type(config).__name__} cannot be captured: {first[:500]}",
+                hint="the model's code depends on data or on the number of tokens in a way that torch.export refuses",
+            )
+        ) from error
+    return exported
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _convert(exported: torch.export.ExportedProgram, model: nn.Module, constants: dict[str, torch.Tensor], name: str) -> Program:
+    program = Program(name)
+    prefix = getattr(model, "base_model_prefix", "")
+    canonical = _canonical_names(model)
+    signature = exported.graph_signature
+    parameters = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    values: dict[fx.Node, Any] = {}
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            if not node.users:
+                continue
+            if node.name in ("tokens", "positions"):
+                values[node] = program.add_input(node.name, Input(("T",), torch.int64, node.name))
+                continue
+            if node.name not in parameters:
+                raise CompileError(f"the captured graph has an input {node.name} that is neither a weight nor a token input")
+            fqn = canonical.get(parameters[node.name].removeprefix("net."), parameters[node.name].removeprefix("net."))
+            value = node.meta["val"]
+            if fqn in constants:
+                recipe: Any = _constant(fqn, constants[fqn])
+            else:
+                recipe = Ckpt(fqn)
+            if fqn not in program.weights:
+                program.add_weight(fqn, Weight(tuple(value.shape), value.dtype, recipe))
+            values[node] = program.weight_node(fqn)
+        elif node.op == "call_function":
+            converted = _convert_call(program, node, values, prefix)
+            if converted is not None:
+                values[node] = converted
+        elif node.op == "output":
+            (result,) = node.args[0]
+            program.graph.output(values[result])
+        else:
+            raise CompileError(f"the captured graph has a {node.op} node {node.name}, which is not supported")
+    program.remove_dead()
+    program.infer()
+    return program
+
+
+def _convert_call(program: Program, node: fx.Node, values: dict[fx.Node, Any], prefix: str) -> fx.Node | None:
+    val = node.meta.get("val")
+    if node.target in (aten._assert_scalar.default, aten._assert_tensor_metadata.default):
+        return None
+    if val is not None and not isinstance(val, (torch.Tensor, list, tuple)):
+        values[node] = val  # token counts and comparisons of them: settled below, where they are used
+        return None
+    module, source = _origin(node, prefix)
+    if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
+        raise CompileError(explain(f"{node.target} cannot be part of a program", where=f"{module} {source}".strip()))
+    args = list(node.args)
+    names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
+    for index, argument in enumerate(names[: len(args)]):
+        if argument in ("size", "shape") and isinstance(args[index], (list, tuple)):
+            args[index] = _static_shape(val, node, module, source)
+    mapped, kwargs = fx.node.map_arg((tuple(args), dict(node.kwargs)), lambda a: _mapped(values, a, node, module, source))
+    kwargs = {key: ("cpu" if key == "device" else value) for key, value in kwargs.items()}
+    mapped = tuple("cpu" if isinstance(a, torch.device) else a for a in mapped)
+    leaf = node.target in (aten.linear.default, aten.embedding.default)
+    role = "" if leaf else str(node.target).split(".")[1] if "." in str(node.target) else "getitem"
+    label = ".".join(part for part in (module, role) if part) or "value"
+    return _place(program, node.target, mapped, kwargs, label, module, source)
+
+
+def _place(program: Program, target: Any, args: tuple, kwargs: dict, label: str, module: str, source: str) -> fx.Node:
+    new = program.call(target, *args, name=label, **kwargs)
+    new.meta.update(module=module, source=source, made_by=())
+    return new
+
+
+def _mapped(values: dict[fx.Node, Any], argument: fx.Node, node: fx.Node, module: str, source: str) -> Any:
+    value = values[argument]
+    if isinstance(value, fx.Node) or isinstance(value, (int, float, bool)):
+        return value
+    raise CompileError(
+        explain(
+            f"{node.target} uses the number of tokens as a value; only shapes may depend on it",
+            where=f"{module} {source}".strip(),
+        )
+    )
+
+
+def _static_shape(val: torch.Tensor, node: fx.Node, module: str, source: str) -> list[int]:
+    """A view's sizes from its result: fixed ones as ints, the one that depends on the tokens as -1."""
+    sizes = [int(size) if isinstance(size, int) or size.node.expr.is_Integer else -1 for size in val.shape]
+    if sizes.count(-1) > 1:
+        raise CompileError(
+            explain(f"{node.target} makes a tensor with two dimensions of token length", where=f"{module} {source}".strip())
+        )
+    return sizes
+
+
+def _constant(name: str, value: torch.Tensor) -> Const:
+    if value.numel() > MAX_CONSTANT_VALUES:
+        raise CompileError(f"buffer {name} holds {value.numel()} computed values; at most {MAX_CONSTANT_VALUES} can be "
+                           "written into a program")  # fmt: skip
+    return Const(tuple(value.shape), tuple(float(x) for x in value.double().flatten().tolist()))
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a tied parameter -> the first of its names."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[name] = first.setdefault(id(parameter), name)
+    return names
+
+
+def _origin(node: fx.Node, prefix: str) -> tuple[str, str]:
+    """Module path (without the base model's prefix) and "file:line" of a captured node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    path = re.sub(r"^L\['self'\]\.?", "", path).removeprefix("net").lstrip(".")
+    if prefix and (path == prefix or path.startswith(prefix + ".")):
+        path = path[len(prefix) :].lstrip(".")
+    source = ""
+    for match in re.finditer(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or ""):
+        if "/torch/" not in match.group(1) and not match.group(1).endswith("graphsrt/capture.py"):
+            source = f"{match.group(1).rsplit('/', 1)[-1]}:{match.group(2)}"
+    return path, source
+
+
+def _check_attention(program: Program, config: Any) -> None:
+    layers = getattr(config, "num_hidden_layers", None)
+    found = [arguments(node)["layer_id"] for node in program.calls(ops.attention)]
+    if layers is not None and sorted(found) != list(range(layers)):
+        raise CompileError(
+            explain(
+                "attention does not go through transformers' attention interface in every layer",
+                where=type(config).__name__,
+                expected=f"{layers} attention operators, one for each of layers 0 to {layers - 1}",
+                got=f"{len(found)} ({found[:8]}{'…' if len(found) > 8 else ''})",
+                hint="such a model needs a reference model in graphsrt/models",
+            )
+        )
