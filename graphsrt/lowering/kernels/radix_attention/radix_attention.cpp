@@ -39,6 +39,7 @@ constexpr int64_t BLOCK = 64;    // KV tokens per online-softmax step
 constexpr int64_t SPLIT = 256;   // KV tokens per item when one query block walks a long context; a multiple of BLOCK
 constexpr int64_t ROWS = 48;     // target rows (query tokens x query heads per KV head) of a query block
 constexpr int64_t DIRECT_ROWS = 8;
+constexpr int64_t VALUES = 16;   // V rows per pass over the output's columns: few enough to stay in the first cache
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int TILE_M = 12;       // 12 x 2 accumulators of 32 registers
 #else
@@ -341,6 +342,11 @@ template <class A>
 struct Scratch {
   std::vector<A> memory;
   A *q, *s, *o, *m, *l, *kt, *vt;
+
+  Scratch from_row(int64_t r, int64_t Dp) const {
+    return {{}, q + r * Dp, s + r * BLOCK, o + r * Dp, m + r, l + r, kt, vt};
+  }
+
   void reserve(int64_t M, int64_t D, int64_t Dp) {
     const int64_t sizes[] = {M * Dp, M * BLOCK, M * Dp, M, M, BLOCK * D, BLOCK * Dp};
     A** fields[] = {&q, &s, &o, &m, &l, &kt, &vt};
@@ -426,7 +432,8 @@ struct Attention {
     plan();
     for_each(static_cast<int64_t>(items.size()), [&](int64_t i) {
       const Item& item = items[i];
-      for (int64_t h = item.h0; h < item.h1; ++h) attend(item, h);
+      if (item.qn == 1 && G <= DIRECT_ROWS && D % VL == 0) return attend_direct(item);
+      for (int64_t h = item.h0; h < item.h1; ++h) attend_tiled(item, h);
     });
     for_each(static_cast<int64_t>(merges.size()) * x.K, [&](int64_t i) { merge(merges[i / x.K], i % x.K); });
   }
@@ -437,14 +444,63 @@ struct Attention {
     return s;
   }
 
-  void attend(const Item& it, int64_t h) const {
+  // The direct items walk their blocks with all their heads at once, as a slot's heads lie side by side.
+  void attend_direct(const Item& it) const {
+    const int64_t heads = it.h1 - it.h0, M = G;
+    Scratch<A>& all = scratch(heads * M, D, Dp);
+    for (int64_t h = 0; h < heads; ++h) load_queries(it, it.h0 + h, all.q + h * M * Dp);
+    std::fill_n(all.o, heads * M * Dp, A(0));
+    std::fill_n(all.m, heads * M, NEG_INF);
+    std::fill_n(all.l, heads * M, A(0));
+    const int32_t* slots = x.req_to_token + x.req_pool_indices[it.b] * x.req_stride;
+    const T *k_rows[BLOCK], *v_rows[BLOCK], *next_rows[BLOCK];
+    for (int64_t j0 = it.j0 / BLOCK * BLOCK; j0 < it.j1; j0 += BLOCK) {
+      const int64_t c0 = std::max(it.j0 - j0, int64_t(0)), c1 = std::min(it.j1 - j0, BLOCK);
+      for (int64_t h = 0; h < heads; ++h) {
+        const int64_t head_offset = (it.h0 + h) * x.pool_stride_h;
+        const T* pool_k = reinterpret_cast<const T*>(x.pool_k) + head_offset;
+        const T* pool_v = reinterpret_cast<const T*>(x.pool_v) + head_offset;
+        for (int64_t c = c0; c < c1; ++c) {
+          k_rows[c] = pool_k + slots[j0 + c] * x.pool_stride_s;
+          v_rows[c] = pool_v + slots[j0 + c] * x.pool_stride_s;
+        }
+        // What the memory is asked for while values are weighed: the keys of the next head, or block.
+        const bool last = h + 1 == heads;
+        const int64_t ahead = last ? j0 + BLOCK : j0, n0 = last ? 0 : c0;
+        const int64_t n1 = last ? std::clamp(it.j1 - ahead, int64_t(0), BLOCK) : c1;
+        const T* next_k = last ? pool_k - (heads - 1) * x.pool_stride_h : pool_k + x.pool_stride_h;
+        for (int64_t c = n0; c < n1; ++c) next_rows[c] = next_k + slots[ahead + c] * x.pool_stride_s;
+
+        Scratch<A> w = all.from_row(h * M, Dp);
+        // Dots come in fours: the columns that fill up a four repeat a row in range and are masked below.
+        for (int64_t c = c0 / 4 * 4; c < c0; ++c) k_rows[c] = k_rows[c0];
+        for (int64_t c = c1; c < ceil_div(c1, 4) * 4; ++c) k_rows[c] = k_rows[c1 - 1];
+        for (int64_t c = c0 / 4 * 4; c < c1; c += 4) {
+          for (int64_t i = std::max(c, c0); i < std::min(c + 4, c1); ++i) prefetch_row(v_rows[i], D);
+          const T* const* rows = k_rows + c;
+          A* s = w.s + c;
+          int64_t m = 0;
+          for (; M - m >= 3 && M - m != 4; m += 3) dot_rows<A, T, 3>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
+          for (; M - m >= 2; m += 2) dot_rows<A, T, 2>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
+          if (m < M) dot_rows<A, T, 1>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
+        }
+        for (int64_t m = 0; m < M; ++m) softmax_step(w, m, c0, c1);
+        for (int64_t c = c0; c < c1; c += VALUES) {
+          for (int64_t i = std::max(c - c0, n0); i < std::min(c - c0 + VALUES, n1); ++i) prefetch_row(next_rows[i], D);
+          weigh_direct(w, M, v_rows + c, c, std::min(VALUES, c1 - c));
+        }
+      }
+    }
+    for (int64_t h = 0; h < heads; ++h) deliver(it, it.h0 + h, all.from_row(h * M, Dp));
+  }
+
+  void attend_tiled(const Item& it, int64_t h) const {
     const int64_t M = it.qn * G;
     Scratch<A>& w = scratch(M, D, Dp);
     load_queries(it, h, w.q);
     std::fill_n(w.o, M * Dp, A(0));
     std::fill_n(w.m, M, NEG_INF);
     std::fill_n(w.l, M, A(0));
-    const bool direct = it.qn == 1 && G <= DIRECT_ROWS && D % VL == 0;
     const int32_t* slots = x.req_to_token + x.req_pool_indices[it.b] * x.req_stride;
     const T* pool_k = reinterpret_cast<const T*>(x.pool_k) + h * x.pool_stride_h;
     const T* pool_v = reinterpret_cast<const T*>(x.pool_v) + h * x.pool_stride_h;
@@ -454,25 +510,6 @@ struct Attention {
       for (int64_t c = c0; c < c1; ++c) {
         k_rows[c] = pool_k + slots[j0 + c] * x.pool_stride_s;
         v_rows[c] = pool_v + slots[j0 + c] * x.pool_stride_s;
-      }
-      if (direct) {
-        // Dots come in fours: the columns that fill up a four repeat a row in range and are masked below.
-        for (int64_t c = c0 / 4 * 4; c < c0; ++c) k_rows[c] = k_rows[c0];
-        for (int64_t c = c1; c < ceil_div(c1, 4) * 4; ++c) k_rows[c] = k_rows[c1 - 1];
-        for (int64_t c = c0 / 4 * 4; c < c1; c += 4) {
-          for (int64_t i = std::max(c, c0); i < std::min(c + 4, c1); ++i) prefetch_row(v_rows[i], D);
-          int64_t m = 0;
-          const T* const* rows = k_rows + c;
-          A* s = w.s + c;
-          for (; M - m >= 3 && M - m != 4; m += 3) dot_rows<A, T, 3>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
-          for (; M - m >= 2; m += 2) dot_rows<A, T, 2>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
-          if (m < M) dot_rows<A, T, 1>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
-        }
-        for (int64_t m = 0; m < M; ++m) softmax_step(w, m, c0, c1);
-        for (int64_t c = j0 + BLOCK; c < std::min(j0 + 2 * BLOCK, it.j1); ++c)
-          prefetch_row(pool_k + slots[c] * x.pool_stride_s, D);
-        weigh_direct(w, M, v_rows + c0, c0, c1 - c0);
-        continue;
       }
       pack_keys(k_rows, c0, c1, D, w.kt);
       pack_values(v_rows, c0, c1, D, w.vt);
@@ -493,6 +530,12 @@ struct Attention {
         product(G, Dp, w.s + i * G * BLOCK + a, BLOCK, w.vt + a * PW, BLOCK, w.o + i * G * Dp, Dp, z - a);
       }
     }
+    deliver(it, h, w);
+  }
+
+  // Rows of one KV head, to the output or, unnormalized, to the item's place among the partial results
+  void deliver(const Item& it, int64_t h, const Scratch<A>& w) const {
+    const int64_t M = it.qn * G;
     if (it.part < 0) {
       for (int64_t r = 0; r < M; ++r) finish(it.b, it.q0 + r / G, h * G + r % G, w.o + r * Dp, w.m[r], w.l[r]);
       return;
@@ -519,7 +562,7 @@ struct Attention {
   }
 
   // Logits of one row in columns c0..c1 become weights (0 elsewhere); m, l and o move to the new maximum.
-  void softmax_step(Scratch<A>& w, int64_t row, int64_t c0, int64_t c1) const {
+  void softmax_step(const Scratch<A>& w, int64_t row, int64_t c0, int64_t c1) const {
     A* s = w.s + row * BLOCK;
     if (x.softcap > 0) {
       const Vec cap(static_cast<A>(x.softcap)), inverse(static_cast<A>(1 / x.softcap));
@@ -553,7 +596,7 @@ struct Attention {
     w.l[row] += sum(total);
   }
 
-  void weigh_direct(Scratch<A>& w, int64_t M, const T* const* rows, int64_t c0, int64_t count) const {
+  void weigh_direct(const Scratch<A>& w, int64_t M, const T* const* rows, int64_t c0, int64_t count) const {
     int64_t m = 0;
     for (; m + 4 <= M; m += 4) weigh_rows<A, T, 4>(w.s + m * BLOCK + c0, BLOCK, rows, count, D, w.o + m * Dp, Dp);
     const A* s = w.s + m * BLOCK + c0;
