@@ -85,6 +85,7 @@ class Shapes:
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=False)
         self._tensors: dict[tuple, torch.Tensor] = {}
         self._results: dict[tuple, Any] = {}
+        self._interned: dict[tuple, torch.Tensor] = {}
         self._dims: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
 
@@ -121,8 +122,18 @@ class Shapes:
         key = (target, freeze(args), tuple((name, freeze(value)) for name, value in kwargs.items()))
         if key not in self._results:
             with self.mode:
-                self._results[key] = (target(*args, **kwargs), args, kwargs)
+                self._results[key] = (self._intern(target(*args, **kwargs)), args, kwargs)
         return self._results[key][0]
+
+    def _intern(self, value: Any) -> Any:
+        """One tensor for all equal ones: else a layer would never have the arguments that the layer before it had."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._intern(item) for item in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        numbers = (*value.shape, *value.stride(), value.storage_offset())
+        key = (value.dtype, *(n if isinstance(n, int) else n.node.expr for n in numbers))
+        return self._interned.setdefault(key, value)
 
     def name(self, size: Any) -> int | str:
         """The inverse of :meth:`dim`; other expressions are printed with the symbols' names."""
