@@ -17,6 +17,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/vec.h>
+#include <ATen/cpu/vec/functional.h>  // after vec.h, which includes it itself for AVX2 only
 
 #include <algorithm>
 #include <atomic>
@@ -39,7 +40,7 @@ constexpr int64_t BLOCK = 64;    // KV tokens per online-softmax step
 constexpr int64_t SPLIT = 256;   // KV tokens per item when one query block walks a long context; a multiple of BLOCK
 constexpr int64_t ROWS = 48;     // target rows (query tokens x query heads per KV head) of a query block
 constexpr int64_t DIRECT_ROWS = 8;
-constexpr int64_t VALUES = 16;   // V rows per pass over the output's columns: few enough to stay in the first cache
+constexpr int64_t VALUES = 32;   // V rows per pass over the output's columns: few enough to stay in the first cache
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int TILE_M = 12;       // 12 x 2 accumulators of 32 registers
 #else
