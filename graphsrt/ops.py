@@ -87,7 +87,8 @@ def attention(
         extra = sinks.to(wide)[:, None, None].expand(heads, tokens, 1)
         scores = torch.cat([scores, extra], -1)
     probabilities = scores.softmax(-1)[..., :tokens]
-    return torch.einsum("hqk,khd->qhd", probabilities, v.to(wide).repeat_interleave(group, 1)).to(q.dtype)
+    out = torch.einsum("hqk,khd->qhd", probabilities, v.to(wide).repeat_interleave(group, 1))
+    return out.to(q.dtype).contiguous()  # as the shape function promises
 
 
 @_define(
@@ -234,7 +235,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     lambda tokens, weight, start: weight.new_empty((*tokens.shape, weight.shape[1])),
 )
 def vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Rows of a vocabulary slice: ``weight [V_local, E]`` holds ids from ``start`` (int64 scalar) on.
+    """Rows of a vocabulary slice: ``weight [V_local, E]`` holds ids from ``start`` (int64 ``[1]``) on.
 
     Tokens of other slices give zeros, so the sum over ranks is the embedding. Source: Megatron-LM (Shoeybi 2019).
     """

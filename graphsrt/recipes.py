@@ -75,7 +75,7 @@ class OnOwner(Recipe):
 
 @dataclass(frozen=True)
 class ShardStart(Recipe):
-    """int64 scalar: the first global address that this rank owns of a layout in consecutive blocks."""
+    """int64 ``[1]``: the first global address that this rank owns of a layout in consecutive blocks; its size if none."""
 
     layout: Layout
 
@@ -147,7 +147,8 @@ def _evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtyp
             value = _evaluate(x, rank, source, dtype)
             return value if rank == 0 else torch.zeros_like(value)
         case ShardStart(layout):
-            return torch.tensor(layout.runs[rank][0].start if layout.runs[rank][0].owned else layout.size)
+            first = layout.runs[rank][0]
+            return torch.tensor([first.start if first.owned else layout.size])
         case Const(shape, values):
             return torch.tensor(values, dtype=torch.float64).reshape(shape)
         case RopeTable():

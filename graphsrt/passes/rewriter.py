@@ -336,13 +336,23 @@ def _matches(pattern: fx.Node, node: Any, match: Match, failure: _Failure) -> It
             yield match
         return
     here = Match(match.values, match.literals, {**match.covered, pattern: node})
-    wanted, found = arguments(pattern), arguments(node)
+    wanted, found = _from_the_end(pattern), _from_the_end(node)
     orders = [list(wanted)]
     if pattern.target in _COMMUTATIVE:
         orders.append([{"self": "other", "other": "self"}.get(name, name) for name in wanted])
     for order in orders:
         pairs = [(wanted[name], found.get(other)) for name, other in zip(wanted, order)]
         yield from _match_all(pairs, here, failure, node)
+
+
+def _from_the_end(node: fx.Node) -> dict[str, Any]:
+    """Arguments by name, dimensions counted from the end: ``[T, E]`` in a pattern also means ``[T, heads, D]``."""
+    bound = arguments(node)
+    rank = max((a.meta["val"].dim() for a in node.all_input_nodes if isinstance(a.meta["val"], torch.Tensor)), default=0)
+    for name in bound.keys() & {"dim", "dims", "dim0", "dim1"}:
+        dim = bound[name]
+        bound[name] = [d - rank for d in dim] if isinstance(dim, (list, tuple)) else dim - rank if isinstance(dim, int) else dim
+    return bound
 
 
 def _match_all(pairs: list[tuple[Any, Any]], match: Match, failure: _Failure, node: fx.Node) -> Iterator[Match]:

@@ -1,0 +1,117 @@
+"""Execute a program for all ranks at once, in this process, node by node.
+
+Every value is a list with one local tensor for each rank; operators run on each rank's tensors, collectives combine the
+list. Nothing here knows how a program was sharded: it does what the text says. Tensors are never shared between ranks,
+so an operator that writes in place on one rank cannot repair another.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from graphsrt import ops
+from graphsrt.program import Program, arguments
+from graphsrt.recipes import TensorSource, evaluate
+
+Values = list[Any]
+"""One local value (tensor, or tuple of tensors) for each rank."""
+
+
+def load(program: Program, source: TensorSource, axis: str = "tp") -> dict[str, Values]:
+    """Every weight on every rank."""
+    ranks = program.mesh.get(axis, 1)
+    return {name: [evaluate(w.recipe, rank, source, w.dtype) for rank in range(ranks)] for name, w in program.weights.items()}
+
+
+def simulate(
+    program: Program,
+    inputs: Mapping[str, torch.Tensor | Values],
+    weights: Mapping[str, Values],
+    *,
+    axis: str = "tp",
+    watch: Callable[[fx.Node, Values], None] | None = None,
+) -> Values:
+    """The program's result on every rank.
+
+    ``inputs``: one tensor for all ranks (each gets its own copy), or a list with one for each rank, used as it is: a
+    ``kv_pool`` is written in place. ``watch`` is called with every node and its values, weights and inputs included.
+    """
+    ranks = program.mesh.get(axis, 1)
+    values: dict[fx.Node, Values] = {}
+    last_use = _last_uses(program)
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            given = inputs[node.name]
+            values[node] = list(given) if isinstance(given, (list, tuple)) else [given.clone() for _ in range(ranks)]
+        elif node.op == "get_attr":
+            values[node] = list(weights[str(node.target)])
+        elif node.op == "output":
+            return values[node.args[0]]
+        else:
+            values[node] = _run(node, values, ranks)
+        if watch is not None:
+            watch(node, values[node])
+        for done in last_use.get(node, ()):
+            del values[done]
+    raise AssertionError("a program ends with its output")
+
+
+def _last_uses(program: Program) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> the values that nobody needs after it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        for argument in node.all_input_nodes:
+            last[argument] = node
+    ends: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        ends.setdefault(node, []).append(value)
+    return ends
+
+
+def _run(node: fx.Node, values: dict[fx.Node, Values], ranks: int) -> Values:
+    if node.target in ops.COLLECTIVES:
+        args = arguments(node)
+        return COLLECTIVE[node.target](values[args["x"]], args)
+    results = []
+    for rank in range(ranks):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: values[a][rank])  # noqa: B023
+        if node.target is operator.getitem:
+            results.append(args[0][args[1]])
+        else:
+            results.append(node.target(*args, **kwargs))  # type: ignore[operator]
+    return results
+
+
+def _all_reduce(local: Values, args: dict[str, Any]) -> Values:
+    """Summed in rank order; half precision accumulates in float32 and rounds once, as the process collectives do."""
+    dtype = local[0].dtype
+    wide = [x.to(torch.float32) if dtype in (torch.bfloat16, torch.float16) else x for x in local]
+    total = reduce(torch.add, wide) if args["op"] == "sum" else reduce(torch.maximum, wide)
+    return [total.to(dtype).clone() for _ in local]
+
+
+def _all_gather(local: Values, args: dict[str, Any]) -> Values:
+    return [torch.cat(local, args["dim"]) for _ in local]
+
+
+def _reduce_scatter(local: Values, args: dict[str, Any]) -> Values:
+    total = _all_reduce(local, {"op": "sum"})
+    return [part.clone() for part in total[0].chunk(len(local), args["dim"])]
+
+
+def _take_own(local: Values, args: dict[str, Any]) -> Values:
+    return [x.chunk(len(local), args["dim"])[rank].clone() for rank, x in enumerate(local)]
+
+
+COLLECTIVE: dict[torch._ops.OpOverload, Callable[[Values, dict[str, Any]], Values]] = {
+    ops.all_reduce: _all_reduce,
+    ops.all_gather: _all_gather,
+    ops.reduce_scatter: _reduce_scatter,
+    ops.take_own: _take_own,
+}
