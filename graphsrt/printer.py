@@ -87,7 +87,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def type_text(shapes: Shapes, val: Any, placement: Any, *, short: bool = False) -> str:
-    """``bf16[T, 4096/8] S(1)`` of a fake tensor, ``(a, b)`` of a tuple, ``none`` of None; ``short``: only layout labels."""
+    """``bf16[T, 4096/8] S(1)`` of a fake tensor, ``(a, b)`` of a tuple, ``none`` of None; ``short``: layout labels."""
     if val is None:
         return "none"
     if isinstance(val, (tuple, list)):

@@ -209,7 +209,7 @@ class _Parser:
                 if not isinstance(value, kind) or isinstance(value, bool):
                     got = "nothing" if value is ... else repr(value)
                     line.error(f"{parameter} of {name} is not {kind.__name__.lower()}", expected=usage, got=got)
-                bound[parameter] = _tuple(line, name, value) if kind is list else value
+                bound[parameter] = _tuple(line, name, value) if isinstance(value, list) else value
             return cls(**bound)
 
         result = line.value(named)
