@@ -1,0 +1,304 @@
+"""Runs a final program on one rank: compiled regions, attention kernels and collectives, or node by node.
+
+Both backends execute steps over a flat list of slots, one per value; where a value lies, what a step reads and what may
+be dropped after it is settled once, so that a step of decoding spends little time in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from graphsrt import ops
+from graphsrt.errors import CompileError, explain
+from graphsrt.lowering.region_cache import CompileStats, Progress, compile_regions, load
+from graphsrt.lowering.regions import (
+    Formal,
+    OperatorStep,
+    Ref,
+    RegionStep,
+    Step,
+    cut,
+    distinct_regions,
+    plain,
+    referring,
+    substitute,
+)
+from graphsrt.program import Program, target_name, walk, where
+
+Backend = Literal["inductor", "eager"]
+Slots = list[Any]
+
+
+class Collectives(Protocol):
+    """What a program's collectives are executed by, such as ``lowering.collectives.ProcessCollectives``."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor, op: Any = "sum") -> Tensor:
+        """Sum or maximum over ranks."""
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """All ranks' tensors along ``dim``."""
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's block of the sum."""
+
+
+class Executable:
+    """A program with one rank's weights, ready to run. ``stats`` tells what was compiled for it."""
+
+    def __init__(
+        self,
+        program: Program,
+        weights: Mapping[str, Tensor],
+        *,
+        backend: Backend,
+        collectives: Collectives | None = None,
+        stats: CompileStats | None = None,
+        progress: Progress | None = None,
+    ):
+        """``weights``: every weight of the program by name, local shapes, contiguous; they are not copied.
+
+        ``collectives=None`` is a single rank. With ``backend="inductor"`` regions that the cache lacks are compiled
+        now; ``stats`` is given where the caller has done that already, and is kept as it is.
+
+        Raises ``ValueError`` for a missing weight or one of another shape or dtype, and for an unknown backend;
+        ``CompileError`` for a collective over several ranks that ``collectives`` does not serve, and for a region that
+        does not compile. No backend stands in for the other.
+        """
+        if backend not in ("inductor", "eager"):
+            raise ValueError(f'unknown backend {backend!r}: "inductor" or "eager"')
+        _check_weights(program, weights)
+        self.program = program
+        self.backend: Backend = backend
+        self._collectives = collectives
+        self.stats = CompileStats()
+        steps: list[Step]
+        if backend == "eager":
+            steps = [OperatorStep(node) for node in program.nodes]
+            regions = {}
+        else:
+            device = next((str(w.device) for w in weights.values()), "cpu")
+            found = compile_regions(program, device=device, progress=progress)
+            self.stats = stats if stats is not None else found
+            steps = cut(program)
+            regions = {region: load(region) for region in distinct_regions(steps)}
+        self.num_steps = len(steps)
+
+        slot = {node: i for i, node in enumerate(program.graph.nodes) if node.op != "output"}
+        self._template: Slots = [None] * len(slot)
+        for node in program.graph.nodes:
+            if node.op == "get_attr" and backend == "eager":
+                self._template[slot[node]] = weights[str(node.target)]
+        self._inputs = [(node.name, slot[node]) for node in program.graph.nodes if node.op == "placeholder"]
+        self._output = slot[program.output]
+        last_use = _last_uses(steps, keep=program.output)
+        self._steps: list[Callable[[Slots], None]] = []
+        for number, step in enumerate(steps):
+            done = [slot[node] for node in last_use.get(number, ())]
+            if isinstance(step, RegionStep):
+                compiled = regions[step.region]
+                mine = compiled.prepare([weights[name] for name in step.weights])
+                self._steps.append(_region(step, slot, compiled.run, mine, done))
+            else:
+                for argument in step.node.all_input_nodes:
+                    if argument.op == "get_attr":
+                        self._template[slot[argument]] = weights[str(argument.target)]
+                self._steps.append(_operator(step.node, slot, self._executor(step.node), done))
+        self._checked = False
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """One step. ``inputs``: every input of the program by name, contiguous; ``kv_pool`` is written.
+
+        Raises ``ValueError`` for a missing input and, in the first step, for one of another dtype or shape.
+        """
+        slots = self._template.copy()
+        try:
+            for name, index in self._inputs:
+                slots[index] = inputs[name]
+        except KeyError as error:
+            raise ValueError(f"the program's input {error} is missing; given: {', '.join(sorted(inputs))}") from None
+        with torch.no_grad():
+            if not self._checked:
+                self._check_inputs(inputs)
+                self._checked = True
+            for step in self._steps:
+                step(slots)
+        return slots[self._output]
+
+    def _check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
+        """Compiled code reads memory by the declared layout and looks at nothing; so this looks once."""
+        for name, _ in self._inputs:
+            declared, given = self.program.inputs[name], inputs[name]
+            fits = len(declared.shape) == given.dim() and all(
+                isinstance(want, str) or want == got for want, got in zip(declared.shape, given.shape)
+            )
+            if declared.role != "kv_pool" and (declared.dtype != given.dtype or not fits or not given.is_contiguous()):
+                raise ValueError(
+                    explain(
+                        f"input {name} has another layout",
+                        expected=f"contiguous {declared.dtype} {list(declared.shape)}",
+                        got=f"{given.dtype} {list(given.shape)}, strides {given.stride()}",
+                    )
+                )
+
+    # -- operators ------------------------------------------------------------------------------------------------
+
+    def _executor(self, node: fx.Node) -> Callable[..., Any]:
+        if node.target in ops.COLLECTIVES:
+            return self._collective(node)
+        if node.target in (ops.radix_attention, ops.kv_write):
+            # Straight to the kernel: the dispatcher would only bring us back to Python.
+            from graphsrt.lowering.kernels import radix_attention
+
+            return radix_attention.radix_attention if node.target is ops.radix_attention else radix_attention.kv_write
+        assert callable(node.target)
+        return plain(node.target)
+
+    def _collective(self, node: fx.Node) -> Callable[..., Any]:
+        axis = node.kwargs["axis"]
+        size = node.kwargs.get("size", self.program.mesh.get(str(axis)))
+        there = 1 if self._collectives is None else self._collectives.size
+        if size != there or axis != "tp":
+            raise CompileError(
+                explain(
+                    f"{target_name(node.target)} cannot be executed by this process",
+                    where=f"{node.name} {where(node)}",
+                    expected=f"the {size} ranks of axis {axis}",
+                    got="a single process without collectives" if self._collectives is None else f"a group of {there}",
+                    hint='start one process per rank, or use ranks="simulated"',
+                )
+            )
+        group = self._collectives
+        if group is None or there == 1:
+            return lambda x, **_: x
+        if node.target is ops.all_reduce:
+            return lambda x, *, axis, op="sum": group.all_reduce(x, op)
+        if node.target is ops.all_gather:
+            return lambda x, *, dim, axis, size: group.all_gather(x, dim)
+        if node.target is ops.reduce_scatter:
+            return lambda x, *, dim, axis, size: group.reduce_scatter(x, dim)
+        assert node.target is ops.take_own
+        return lambda x, *, dim, axis, size: take_own(x, dim, group.rank, size)
+
+
+def take_own(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    """Block ``rank`` of ``size`` equal ones along ``dim``, contiguous. Raises ``ValueError`` if it does not divide."""
+    if x.shape[dim] % size:
+        raise ValueError(f"take_own: dim {dim} of {tuple(x.shape)} does not divide over {size} ranks")
+    length = x.shape[dim] // size
+    return x.narrow(dim, rank * length, length).contiguous()
+
+
+def _region(
+    step: RegionStep,
+    slot: Mapping[fx.Node, int],
+    run: Callable[[list[Tensor]], list[Tensor]],
+    weights: tuple[Tensor, ...],
+    done: list[int],
+) -> Callable[[Slots], None]:
+    inputs = [slot[node] for node in step.inputs]
+    outputs = [slot[node] for node in step.outputs]
+    tail = list(weights)
+    formals = step.region.inputs
+    checked = False
+
+    def execute(slots: Slots) -> None:
+        nonlocal checked
+        values = [slots[i] for i in inputs]
+        if not checked:
+            for value, formal, node in zip(values, formals, step.inputs):
+                _check_layout(value, formal, node)
+            checked = True
+        for i, value in zip(outputs, run(values + tail)):
+            slots[i] = value
+        for i in done:
+            slots[i] = None
+
+    return execute
+
+
+def _check_layout(value: Tensor, formal: Formal, node: fx.Node) -> None:
+    """Compiled code trusts dtype and strides; what runs between regions (a user's operator, say) might break them."""
+    if formal.strides is None:
+        same = value.is_contiguous()
+    else:
+        triples = zip(formal.strides, value.stride(), value.shape)
+        same = all(isinstance(want, str) or size == 1 or want == got for want, got, size in triples)
+    if not same or value.dtype != formal.dtype or len(formal.shape) != value.dim():
+        raise CompileError(
+            explain(
+                "a value does not have the layout that its operator's shape function promised",
+                where=f"{node.name} {where(node)}",
+                expected=str(formal),
+                got=f"{value.dtype} {list(value.shape)}, strides {value.stride()}",
+            )
+        )
+
+
+def _operator(
+    node: fx.Node, slot: Mapping[fx.Node, int], function: Callable[..., Any], done: list[int]
+) -> Callable[[Slots], None]:
+    args, kwargs = referring((node.args, dict(node.kwargs)), {a: Ref(slot[a]) for a in node.all_input_nodes})
+    out = slot[node]
+    positions = [(i, a.index) for i, a in enumerate(args) if isinstance(a, Ref)]
+    names = [(name, a.index) for name, a in kwargs.items() if isinstance(a, Ref)]
+    flat = len(positions) + len(names) == sum(1 for _ in walk([node.args, list(node.kwargs.values())]))
+    constant_args, constant_kwargs = list(args), dict(kwargs)
+
+    def execute(slots: Slots) -> None:
+        mine = constant_args.copy()
+        for i, source in positions:
+            mine[i] = slots[source]
+        if names:
+            named = constant_kwargs.copy()
+            for name, source in names:
+                named[name] = slots[source]
+            slots[out] = function(*mine, **named)
+        else:
+            slots[out] = function(*mine, **constant_kwargs)
+        for i in done:
+            slots[i] = None
+
+    def execute_nested(slots: Slots) -> None:
+        slots[out] = function(*substitute(tuple(args), slots), **substitute(constant_kwargs, slots))
+        for i in done:
+            slots[i] = None
+
+    return execute if flat else execute_nested
+
+
+def _last_uses(steps: Iterable[Step], keep: fx.Node) -> dict[int, list[fx.Node]]:
+    """Step number -> computed values and inputs that no later step reads."""
+    last: dict[fx.Node, int] = {}
+    for number, step in enumerate(steps):
+        read = step.inputs if isinstance(step, RegionStep) else step.node.all_input_nodes
+        made = step.outputs if isinstance(step, RegionStep) else [step.node]
+        for node in (*read, *made):
+            last[node] = number
+    found: dict[int, list[fx.Node]] = {}
+    for node, number in last.items():
+        if node is not keep and node.op != "get_attr":
+            found.setdefault(number, []).append(node)
+    return found
+
+
+def _check_weights(program: Program, weights: Mapping[str, Tensor]) -> None:
+    for name, weight in program.weights.items():
+        if name not in weights:
+            raise ValueError(explain(f"weight {name} is missing", expected=f"{weight.dtype} {list(weight.shape)}"))
+        given = weights[name]
+        if tuple(given.shape) != tuple(weight.shape) or given.dtype != weight.dtype or not given.is_contiguous():
+            raise ValueError(
+                explain(
+                    f"weight {name} has another layout",
+                    expected=f"contiguous {weight.dtype} {list(weight.shape)}",
+                    got=f"{given.dtype} {list(given.shape)}, strides {given.stride()}",
+                )
+            )
