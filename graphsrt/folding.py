@@ -248,10 +248,14 @@ def _canonical(program: Program, segments: list[_Segment], index: int) -> Any:
     is_first = all(other.layer is None for other in segments[:index])
     before = set(segments[index - 1].nodes) if index and segments[index - 1].layer is not None else set()
     number = re.compile(rf"(^|\.){segment.layer}(?=\.|$)")
+    path = re.compile(rf"(^|\.)({re.escape(segment.prefix)})(\d+)(?=\.|$)")
     formals: dict[str, str] = {}
+    own_layer = segment.layer
 
     def relative(name: str) -> str:
-        return number.sub(r"\1<n>", name, count=1)
+        """Layer numbers counted from this layer; a checkpoint may call the path of the layers otherwise."""
+        counted, found = path.subn(lambda m: f"{m[1]}{m[2]}<n{int(m[3]) - own_layer:+d}>", name, count=1)
+        return counted if found else number.sub(r"\1<n+0>", name, count=1)
 
     def named(used: fx.Node) -> str:
         if used in own:
