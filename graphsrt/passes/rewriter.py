@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -174,6 +175,9 @@ class Rewrite:
         return None, None, miss
 
     def _refusal(self, program: Program, pattern: _Pattern, match: Match) -> str | None:
+        early = _used_too_early([match.covered[out] for out in pattern.outputs], set(match.covered.values()))
+        if early is not None:
+            return early
         if self.condition is not None:
             views: dict[str, Any] = {name: Matched(program, node) for name, node in match.values.items()}
             offered = {**views, **match.literals, "match": match}
@@ -188,10 +192,14 @@ class Rewrite:
     def _apply(self, program: Program, pattern: _Pattern, match: Match) -> None:
         """Put the replacement where the first output is needed, and erase what it covers."""
         outputs = [match.covered[out] for out in pattern.outputs]
-        place = outputs[0] if len(outputs) == 1 else _latest(program, outputs)
-        results = self._emit(program, match, before=place, like=outputs[0])
+        results = self._emit(program, match, before=outputs[0], like=outputs[0])
         names = [out.name for out in outputs]
         for old, new in zip(outputs, results):
+            if "placement" in old.meta:
+                new.meta["placement"] = old.meta["placement"]
+                source = new.args[0] if new.target is operator.getitem else None
+                if isinstance(source, fx.Node):  # one of an operator's several results
+                    source.meta["placement"] = tuple(o.meta["placement"] for o in outputs)
             old.replace_all_uses_with(new, propagate_meta=False)
         for node in _users_first(match.covered.values()):
             program.graph.erase_node(node)
@@ -234,10 +242,15 @@ def _freeze(attributes: dict[str, Any]) -> tuple:
     return tuple(sorted(attributes.items()))
 
 
-def _latest(program: Program, nodes: list[fx.Node]) -> fx.Node:
-    """The one of ``nodes`` that comes last."""
-    wanted = set(nodes)
-    return next(node for node in reversed(program.graph.nodes) if node in wanted)
+def _used_too_early(outputs: list[fx.Node], covered: set[fx.Node]) -> str | None:
+    """The replacement stands where the pattern's anchor does; other results must not be needed before."""
+    for out in outputs[1:]:
+        node = out.next
+        while node is not outputs[0] and node.op != "output" and node.op != "root":
+            if node in out.users and node not in covered:
+                return f"{node.name} uses {out.name} before {outputs[0].name} is computed"
+            node = node.next
+    return None
 
 
 def _users_first(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -256,10 +269,11 @@ def _traced(pattern: Callable, dtype: torch.dtype, shapes: tuple, attributes: tu
     from torch.fx.experimental.proxy_tensor import make_fx
 
     sizes = dict(shapes)
-    parameters = inspect.signature(pattern).parameters.values()
+    parameters = list(inspect.signature(pattern).parameters.values())
     tensors = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     literals = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    marks = {name: 0.0321 + 0.0117 * i for i, name in enumerate(literals)}
+    strings = {p.name for p in parameters if p.annotation in ("str", str)}
+    marks: dict[str, Any] = {n: f"<{n}>" if n in strings else 0.0321 + 0.0117 * i for i, n in enumerate(literals)}
     example = [torch.ones([_SIZES.get(s, s) for s in sizes[name]], dtype=dtype) for name in tensors]
 
     def closed(*args: torch.Tensor) -> Any:
@@ -290,8 +304,8 @@ def _traced(pattern: Callable, dtype: torch.dtype, shapes: tuple, attributes: tu
     assert all(name in keep for name in extra)
     for node in program.nodes:
         swap = {value: _Literal(name) for name, value in marks.items()}
-        node.args = tuple(swap.get(a, a) if isinstance(a, float) else a for a in node.args)
-        node.kwargs = {k: swap.get(a, a) if isinstance(a, float) else a for k, a in node.kwargs.items()}
+        node.args = tuple(swap.get(a, a) if isinstance(a, (float, str)) else a for a in node.args)
+        node.kwargs = {k: swap.get(a, a) if isinstance(a, (float, str)) else a for k, a in node.kwargs.items()}
     return _Pattern(program.graph, outputs, len(program.nodes), dict(attributes))
 
 
@@ -367,7 +381,7 @@ def _match_all(pairs: list[tuple[Any, Any]], match: Match, failure: _Failure, no
         if len(wanted) == len(found):
             yield from _match_all([*zip(wanted, found), *rest], match, failure, node)
     elif isinstance(wanted, _Literal):
-        if isinstance(found, (int, float)) and match.literals.get(wanted, found) == found:
+        if isinstance(found, (int, float, str)) and match.literals.get(wanted, found) == found:
             yield from _match_all(rest, Match(match.values, {**match.literals, str(wanted): found}, match.covered), failure, node)
     elif wanted == found and not isinstance(found, fx.Node):
         yield from _match_all(rest, match, failure, node)

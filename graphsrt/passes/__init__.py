@@ -1,0 +1,27 @@
+"""The pipeline: the passes in order. A pass's own docstring says what it needs and what it leaves."""
+
+from graphsrt.passes.fuse_add_rms_norm import fuse_add_rms_norm
+from graphsrt.passes.fuse_silu_mul import fuse_silu_mul
+from graphsrt.passes.merge_gate_up import merge_gate_up
+from graphsrt.passes.merge_qkv import merge_qkv
+from graphsrt.passes.normalize import normalize
+from graphsrt.passes.page_attention import page_attention
+from graphsrt.passes.recognize_gated_mlp import recognize_gated_mlp
+from graphsrt.passes.recognize_rms_norm import recognize_rms_norm
+from graphsrt.passes.recognize_rope import recognize_rope
+from graphsrt.passes.select_logit_rows import select_logit_rows
+from graphsrt.passes.shard_tensor_parallel import shard_tensor_parallel
+
+PIPELINE = [
+    normalize,
+    recognize_rms_norm,
+    recognize_rope,
+    recognize_gated_mlp,
+    shard_tensor_parallel,
+    merge_qkv,
+    merge_gate_up,
+    page_attention,
+    select_logit_rows,
+    fuse_add_rms_norm,
+    fuse_silu_mul,
+]

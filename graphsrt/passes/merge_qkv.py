@@ -1,0 +1,49 @@
+"""merge_qkv: the three projections that feed an attention become one matrix.
+
+    q = linear(x, wq); k = linear(x, wk); v = linear(x, wv)
+    → qkv = linear(x, cat([wq, wk, wv])); q, k, v = slices of qkv
+
+Which linears belong together is read off the attention operator's arguments, not off names.
+
+Needs: shard_tensor_parallel (each part keeps its own shards: ``cat([shard(q), shard(k), shard(v)])``).
+Leaves: one column-parallel linear per attention; slices are views.
+Numerics: exact up to the matrix library's choice of blocks.  Source: ours; every serving engine does it.
+"""
+
+from __future__ import annotations
+
+from graphsrt import ops
+from graphsrt.passes.merge import linear_behind, merge, why_not
+from graphsrt.program import NearMiss, Program, arguments
+
+
+def merge_qkv(program: Program, *, near_misses: list[NearMiss] | None = None) -> int:
+    """Merge wherever q, k and v come from three linears of one input."""
+    fired = 0
+    for node in program.calls(ops.attention):
+        args = arguments(node)
+        linears = [linear_behind(args[name]) for name in ("q", "k", "v")]
+        reason = None
+        if any(linear is None for linear in linears):
+            reason = "q, k or v does not come straight from a linear"
+        elif len(set(linears)) == 1:
+            continue  # the model has one projection already
+        else:
+            reason = why_not(program, linears)  # type: ignore[arg-type]
+        if reason is None:
+            merge(program, linears, "qkv_proj", "merge_qkv")  # type: ignore[arg-type]
+            fired += 1
+        elif near_misses is not None:
+            near_misses.append(NearMiss(node.name, node.meta.get("module", ""), reason))
+    program.remove_dead()
+    program.infer()
+    return fired
+
+
+def _expected(program: Program) -> int:
+    """Attention operators whose q, k and v have a linear each."""
+    behind = [{linear_behind(arguments(n)[x]) for x in ("q", "k", "v")} for n in program.calls(ops.attention)]
+    return sum(len(linears) == 3 and None not in linears for linears in behind)
+
+
+merge_qkv.expect = _expected  # type: ignore[attr-defined]

@@ -1,0 +1,219 @@
+"""Run passes over a program and do for all of them what none should do itself.
+
+Around each pass: fake shapes of new values, lint, placements checked by ``check_placements``, timing, provenance,
+counting against the pass's own expectation, near misses, dumps, and a reproducer when it fails. A pass is a callable
+that takes a program and returns how many rewrites it made; ``expect`` (a function of the program before it) may be an
+attribute of it. Configuration is bound in the list with ``functools.partial``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphsrt.check_placements import check_placements
+from graphsrt.dump import DumpFolder
+from graphsrt.errors import CompileError, explain
+from graphsrt.program import PassReport, Program
+
+Pass = Callable[..., int]
+
+
+@dataclass
+class Stages:
+    """A program after capture and after each pass, in order. Stages are copies: looking costs a copy, not a run."""
+
+    programs: list[tuple[str, Program]] = field(default_factory=list)
+
+    @property
+    def final(self) -> Program:
+        return self.programs[-1][1]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.programs]
+
+    def after(self, name: str) -> Program:
+        """The program after the named pass (``capture`` for the first); ValueError lists the names."""
+        for stage, program in self.programs:
+            if stage == name:
+                return program
+        raise ValueError(explain(f"no pass called {name!r} ran", expected=", ".join(self.names)))
+
+    def around(self, name: str) -> tuple[Program, Program]:
+        """The programs before and after the named pass."""
+        after = self.after(name)
+        index = self.names.index(name)
+        return self.programs[max(index - 1, 0)][1], after
+
+
+def pass_name(function: Pass) -> str:
+    """The one name of a pass: of its function, its file, its test and its dump file."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def select(
+    pipeline: Sequence[Pass], *, without: Iterable[str] = (), stop_after: str | None = None
+) -> list[Pass]:
+    """The passes to run. An unknown name in ``without`` or ``stop_after`` is a ValueError that lists the known ones."""
+    names = [pass_name(function) for function in pipeline]
+    for name in [*without, *([stop_after] if stop_after else [])]:
+        if name not in names and name != "capture":
+            raise ValueError(explain(f"no pass is called {name!r}", expected=", ".join(names)))
+    if stop_after == "capture":
+        return []
+    end = names.index(stop_after) + 1 if stop_after else len(names)
+    return [function for function, name in zip(pipeline[:end], names[:end]) if name not in set(without)]
+
+
+def insert(pipeline: Sequence[Pass], new: Pass, *, before: str | None = None, after: str | None = None) -> list[Pass]:
+    """The pipeline with a pass put before or after another one (at the end if neither is given)."""
+    names = [pass_name(function) for function in pipeline]
+    anchor = before or after
+    if anchor is not None and anchor not in names:
+        raise ValueError(explain(f"no pass is called {anchor!r}", expected=", ".join(names)))
+    at = len(names) if anchor is None else names.index(anchor) + (after is not None)
+    return [*pipeline[:at], new, *pipeline[at:]]
+
+
+def run(
+    program: Program,
+    passes: Sequence[Pass],
+    *,
+    strict: bool = False,
+    dump: DumpFolder | None = None,
+    limits: dict[str, int] | None = None,
+    keep_stages: bool = True,
+) -> Stages:
+    """Run ``passes`` on ``program`` (it is modified) and return every stage.
+
+    ``strict``: a block that stays replicated over ranks is an error. ``limits``: pass name -> at most so many rewrites,
+    for bisecting. Raises CompileError naming the pass; with a dump folder, what re-runs the failing pass alone is in it.
+    """
+    stages = Stages([("capture", program.copy())])
+    if dump is not None:
+        dump.stage(0, "capture", program)
+    for index, function in enumerate(passes, start=1):
+        before = stages.final
+        report = _run_one(program, function, before, dump, (limits or {}).get(pass_name(function)))
+        if strict and report.name == "shard_tensor_parallel" and report.near_misses:
+            _refuse_replicated(report)
+        if keep_stages or index == len(passes):
+            stages.programs.append((report.name, program.copy()))
+        if dump is not None and report.fired:
+            dump.stage(index, report.name, program)
+            dump.diff(index, report.name, before, program)
+    if dump is not None:
+        dump.finish(program, program.history)
+    return stages
+
+
+def _run_one(program: Program, function: Pass, before: Program, dump: DumpFolder | None, limit: int | None) -> PassReport:
+    name = pass_name(function)
+    report = PassReport(name, nodes_before=len(program.nodes))
+    wanted = _expectation(function)
+    report.expected = wanted(program) if wanted is not None else None
+    options: dict[str, Any] = {}
+    accepted = _parameters(function)
+    if "near_misses" in accepted:
+        options["near_misses"] = report.near_misses
+    if limit is not None:
+        if "limit" not in accepted:
+            raise ValueError(f"{name} takes no limit; only rewrite passes can be cut short")
+        options["limit"] = limit
+    start = time.perf_counter()
+    try:
+        report.fired = function(program, **options)
+        program.remove_dead()
+        program.infer()
+        program.lint()
+        _mark(program, before, name)
+        _check_types(program, before, name)
+        check_placements(program)
+        _check_count(report, limit)
+    except Exception as error:
+        if dump is not None:
+            dump.failure(name, _bound(function), before, error)
+        if isinstance(error, CompileError):
+            message, _, rest = str(error).partition("\n")
+            raise CompileError(f"{message}\n  {'pass:':10}{name}" + (f"\n{rest}" if rest else "")) from error
+        raise CompileError(
+            explain(f"{name} failed: {type(error).__name__}: {error}", where=f"pass {name}", hint=_reproduce(dump))
+        ) from error
+    report.milliseconds = (time.perf_counter() - start) * 1e3
+    report.nodes_after = len(program.nodes)
+    program.history.append(report)
+    return report
+
+
+def _check_count(report: PassReport, limit: int | None) -> None:
+    if report.expected and report.fired == 0 and limit is None:
+        nearest = report.near_misses[0] if report.near_misses else None
+        raise CompileError(
+            explain(
+                f"{report.name} fired nowhere",
+                expected=f"{report.expected} places",
+                got=f"nearest miss: {nearest.node}: {nearest.reason}" if nearest else "no near miss",
+                hint=f"leave the pass out with without=[{report.name!r}] if the model really has none",
+            )
+        )
+
+
+def _check_types(program: Program, before: Program, name: str) -> None:
+    """A pass may change how a result is computed, not what it is: same dtype, same global shape or fewer rows."""
+    old, new = before.output.meta["val"], program.output.meta["val"]
+    if old.dtype != new.dtype or before.shape(before.output)[1:] != program.shape(program.output)[1:]:
+        raise CompileError(
+            explain(
+                f"{name} changed the type of the result",
+                where=program.output.name,
+                expected=f"{old.dtype} {list(before.shape(before.output))}",
+                got=f"{new.dtype} {list(program.shape(program.output))}",
+            )
+        )
+
+
+def _mark(program: Program, before: Program, name: str) -> None:
+    """Provenance of new values: the pass that made them, where the pass did not say itself."""
+    known = {node.name for node in before.graph.nodes}
+    for node in program.nodes:
+        node.meta.setdefault("module", "")
+        made_by = node.meta.setdefault("made_by", ())
+        if node.name not in known and name not in made_by and name != "normalize":
+            node.meta["made_by"] = (*made_by, name)
+
+
+def _refuse_replicated(report: PassReport) -> None:
+    first = report.near_misses[0]
+    raise CompileError(
+        explain(
+            f"{len(report.near_misses)} linears stay whole on every rank",
+            where=f"{first.node} ({first.module})",
+            got=first.reason,
+            hint="compile with strict=False to accept it",
+        )
+    )
+
+
+def _expectation(function: Pass) -> Callable[[Program], int] | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "expect", None)
+
+
+def _parameters(function: Pass) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def _bound(function: Pass) -> dict[str, Any]:
+    return dict(function.keywords) if isinstance(function, functools.partial) else {}
+
+
+def _reproduce(dump: DumpFolder | None) -> str:
+    return "see failure/ in the dump folder" if dump is not None else "run again with dump=DIR to get a reproducer"

@@ -1,0 +1,73 @@
+"""select_logit_rows: logits are computed for the rows that somebody samples from, not for every prompt token.
+
+    logits = linear(norm, lm_head)  →  logits = linear(index_select(norm, 0, logit_rows), lm_head)
+
+The selection moves up from the output through everything that treats rows alone (pointwise operators, norms, linears,
+slices and collectives along other dimensions) and stops below whatever mixes or makes tokens.
+
+Needs: page_attention (a step that knows which rows end a sequence).
+Leaves: an input ``logit_rows [R]``, and logits ``[R, V]``.
+Numerics: exact.  Source: ours; SGLang and vLLM prune the last hidden states in their logits processors.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from graphsrt import ops
+from graphsrt.placement import R
+from graphsrt.program import Input, NearMiss, Program, arguments, aten
+
+_ROWWISE = {aten.linear.default, aten.to.dtype, ops.rms_norm, ops.glu, ops.all_reduce}
+_ROWWISE_ALONG_OTHER_DIMS = {aten.slice.Tensor, ops.all_gather, aten.softmax.int}
+
+
+def select_logit_rows(program: Program, *, near_misses: list[NearMiss] | None = None) -> int:
+    """Select rows as early as possible; 1 if the program now does, 0 if it did already or has no paged attention."""
+    if "logit_rows" in program.inputs or not program.calls(ops.radix_attention):
+        return 0
+    value = program.output
+    while (above := _row_argument(program, value)) is not None:
+        value = above
+    rows = program.add_input("logit_rows", Input(("R",), torch.int64, "forward_batch.logit_rows"))
+    after = value.next
+    while after.op in ("placeholder", "get_attr"):
+        after = after.next
+    users = list(value.users)
+    chosen = program.call(aten.index_select.default, value, 0, rows, name=f"{value.name}.rows", before=after, like=value)
+    chosen.meta["made_by"] = (*value.meta.get("made_by", ()), "select_logit_rows")
+    if "placement" in value.meta:
+        chosen.meta["placement"] = value.meta["placement"]
+        rows.meta["placement"] = R
+    for user in users:
+        user.replace_input_with(value, chosen)
+    below = False
+    for node in program.nodes:
+        below = below or node is chosen
+        if below:
+            node.meta.pop("val", None)
+    program.infer()
+    return 1
+
+
+def _row_argument(program: Program, node: fx.Node) -> fx.Node | None:
+    """The one argument with rows of tokens, if the operator treats each row alone and nobody else uses it."""
+    if node.op != "call_function":
+        return None
+    rowwise = node.target in _ROWWISE or (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags)
+    if node.target in _ROWWISE_ALONG_OTHER_DIMS:
+        rowwise = arguments(node)["dim"] != 0
+    if not rowwise:
+        return None
+    with_rows = [a for a in node.all_input_nodes if program.shape(a)[:1] == ("T",)]
+    if len(with_rows) != 1 or len(with_rows[0].users) > 1 or program.shape(node)[:1] != ("T",):
+        return None
+    return with_rows[0]
+
+
+def _expected(program: Program) -> int:
+    return int(bool(program.calls(ops.radix_attention)) and "logit_rows" not in program.inputs)
+
+
+select_logit_rows.expect = _expected  # type: ignore[attr-defined]
