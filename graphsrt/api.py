@@ -1,0 +1,423 @@
+"""``compile``, ``trace`` and ``verify``: the stages in order, on one screen each."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from graphsrt.capture import capture, check_config, meta_model, meta_twin
+from graphsrt.dump import DumpFolder, weight_bytes
+from graphsrt.errors import CompileError, explain
+from graphsrt.lowering.region_cache import CompileStats, compile_regions
+from graphsrt.models.checkpoint import SafetensorsCheckpoint, StateDictCheckpoint, write_safetensors_memfd
+from graphsrt.models.source import ModelSource, resolve
+from graphsrt.passes import PIPELINE
+from graphsrt.passes.runner import Pass, Stages, run, select
+from graphsrt.printer import diff_text
+from graphsrt.program import Program
+from graphsrt.recipes import leaves, rename
+from graphsrt.runtime.engine import Engine, Generation, StreamEvent
+from graphsrt.runtime.executor import GroupExecutor, LocalExecutor, WorkersExecutor
+from graphsrt.runtime.model_runner import EngineSizes, RankInit, rank_runner, simulated_runner, text_hash
+from graphsrt.runtime.sampling_params import SamplingParams
+from graphsrt.summary import summary_text
+
+Prompt = str | Sequence[int]
+DTYPES = {
+    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+}  # fmt: skip
+
+
+class Traced:
+    """A model's program at every stage, without weights. ``compile`` returns a :class:`CompiledModel`, which is one."""
+
+    def __init__(self, source: ModelSource, stages: Stages):
+        self.source = source
+        self.stages = stages
+        self.compile_stats: CompileStats | None = None
+
+    def program(self, after: str | None = None, *, phase: str | None = None) -> Program:
+        """The final program, or the one after the named pass (``"capture"`` for the first).
+
+        ``phase``: "prefill" or "decode"; the two share one program so far. ValueError for an unknown pass or phase.
+        """
+        if phase not in (None, "prefill", "decode"):
+            raise ValueError(explain("no such phase", expected="'prefill' or 'decode'", got=repr(phase)))
+        return self.stages.final if after is None else self.stages.after(after)
+
+    def diff(self, name: str) -> str:
+        """Unified diff of the program's text across one pass; empty if it changed nothing."""
+        before, after = self.stages.around(name)
+        return diff_text(before, after, f"before {name}", f"after {name}")
+
+    def summary(self) -> str:
+        """The pass table, weight bytes of a rank, KV bytes of a token, and what was compiled."""
+        return summary_text(self.stages, self.compile_stats)
+
+
+class CompiledModel(Traced):
+    """A program with an engine that runs it. Close it, or use it as a context manager."""
+
+    def __init__(self, source: ModelSource, stages: Stages, engine: Engine | None, executor: Any, why_no_engine: str = ""):
+        super().__init__(source, stages)
+        self.engine = engine
+        self._executor = executor
+        self._why_no_engine = why_no_engine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; ValueError if it has none."""
+        return self.source.require_tokenizer()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Generation]:
+        """Continue prompts (text, or lists of token ids), many at a time; results in the order of the prompts."""
+        engine = self._require_engine()
+        return self._executor.run(lambda: engine.generate(_prompt_list(prompts), params, progress=progress))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Continue one prompt and yield its text piece by piece. Not under ``torchrun``."""
+        engine = self._require_engine()
+        if isinstance(self._executor, GroupExecutor):
+            raise ValueError("stream works with one driving process; under torchrun use generate")
+        return engine.stream(prompt, params)
+
+    def logits(self, input_ids: Any) -> Any:
+        """Logits of every position: ``[T]`` ids give ``[T, V]``; a list of sequences gives a list, run as one batch.
+
+        float64 if the model's dtype is float64, else float32.
+        """
+        engine = self._require_engine()
+        single = isinstance(input_ids, torch.Tensor) and input_ids.dim() == 1
+        single = single or (not isinstance(input_ids, torch.Tensor) and len(input_ids) > 0 and isinstance(input_ids[0], int))
+        sequences = [input_ids] if single else list(input_ids)
+        lists = [s.tolist() if isinstance(s, torch.Tensor) else [int(t) for t in s] for s in sequences]
+        results = self._executor.run(lambda: engine.logits(lists))
+        return results[0] if single else results
+
+    def close(self) -> None:
+        """End rank processes and free memory. May be called again."""
+        if self.engine is not None:
+            self.engine.close()
+
+    def __enter__(self) -> CompiledModel:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _require_engine(self) -> Engine:
+        if self.engine is None:
+            self.source.require_checkpoint()
+            raise ValueError(explain("this program cannot run", got=self._why_no_engine))
+        return self.engine
+
+
+def trace(
+    model: Any,
+    *,
+    tp: int = 1,
+    dtype: torch.dtype | str | None = None,
+    passes: Sequence[Pass] | None = None,
+    without: Iterable[str] = (),
+    stop_after: str | None = None,
+    strict: bool = False,
+    dump: str | os.PathLike | None = None,
+    context_length: int | None = None,
+    limits: dict[str, int] | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> Traced:
+    """Capture a model and run the passes; no weights are read and nothing is lowered. See :func:`compile`."""
+    _check_tp(tp)
+    chosen = select(PIPELINE if passes is None else passes, without=without, stop_after=stop_after)
+    source = resolve(model, dtype=_dtype(dtype), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    folder = dump if dump is not None else os.environ.get("GRAPHSRT_DUMP")
+    dump_folder = DumpFolder(Path(folder)) if folder else None
+    program = _capture(source, tp, context_length)
+    stages = run(program, chosen, strict=strict, dump=dump_folder, limits=limits)
+    return Traced(source, stages)
+
+
+def compile(
+    model: Any,
+    *,
+    tp: int | None = None,
+    ranks: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: str | None = None,
+    kv_dtype: torch.dtype | str | None = None,
+    backend: str = "inductor",
+    passes: Sequence[Pass] | None = None,
+    without: Iterable[str] = (),
+    stop_after: str | None = None,
+    experts: str = "tp",
+    strict: bool = False,
+    dump: str | os.PathLike | None = None,
+    verify: bool = False,
+    context_length: int | None = None,
+    page_size: int = 16,
+    max_total_tokens: int | None = None,
+    max_running: int = 64,
+    max_tokens_per_step: int = 2048,
+    threads_per_rank: int | None = None,
+    progress: bool = False,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> CompiledModel:
+    """Turn a causal LM into a program that serves it on ``tp`` ranks.
+
+    ``model``: a ``PreTrainedModel`` in memory, a checkpoint folder, a hub id, ``"smollm2"``, or a ``PretrainedConfig``
+    (then there is a program but nothing to run).
+
+    ``tp``: ranks that the model is divided over (default 1, under ``torchrun`` the world size).
+    ``ranks``: None starts ``tp`` processes, or uses the process group of ``torchrun``; ``"simulated"`` runs all ranks
+    in this process, eagerly. ``dtype``: of weights and activations (default the model's own).
+    ``backend``: "inductor", or "eager" to run the program node by node; neither stands in for the other.
+    ``passes``: the pipeline (default ``graphsrt.passes.PIPELINE``); ``without``: names to leave out; ``stop_after``:
+    the last pass to run. ``strict``: a linear left whole on every rank is an error. ``dump``: folder for the text
+    after every pass (or ``GRAPHSRT_DUMP``). ``verify``: compare every stage on simulated ranks first.
+    ``context_length``: most tokens of a sequence (default the model's). ``page_size``: tokens of a KV page;
+    ``max_total_tokens``: KV memory in tokens; ``max_running``: sequences at a time; ``max_tokens_per_step``: longer
+    prompts are prefilled in chunks of this.
+
+    ValueError for an argument out of range, CompileError for a model that cannot be compiled, CheckpointError for
+    weights that are missing, damaged or left over, RankError if a rank process fails.
+    """
+    group_size = _group_size()
+    _check_options(ranks, backend, experts, device, kv_dtype, page_size, max_running, max_tokens_per_step)
+    tp = tp if tp is not None else (group_size if group_size and ranks is None else 1)
+    traced = trace(
+        model, tp=tp, dtype=dtype, passes=passes, without=without, stop_after=stop_after, strict=strict, dump=dump,
+        context_length=context_length, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+    )  # fmt: skip
+    source, stages = traced.source, traced.stages
+    if verify:
+        from graphsrt.verify import verify_stages
+
+        verify_stages(stages.programs).raise_if_bad()
+    if source.checkpoint is None:
+        return CompiledModel(source, stages, None, None, "a config has no weights")
+    program = _with_checkpoint_names(stages, source)
+    if "logit_rows" not in program.inputs:
+        return CompiledModel(source, stages, None, None, "page_attention and select_logit_rows did not run")
+    sizes = _sizes(program, page_size, max_total_tokens, max_running, max_tokens_per_step)
+    stats = None
+    if backend == "inductor" and ranks != "simulated":
+        stats = _compile_once(program, group_size, progress)
+    executor = _executor(source, program, sizes, tp, ranks, backend, device or "cpu", group_size, threads_per_rank, progress)
+    engine = Engine(
+        executor, source.tokenizer, source.eos_token_ids, sizes.context_length, sizes.num_pages, page_size,
+        vocab_size=program.constants["vocab_size"], max_running=sizes.max_running,
+        max_tokens_per_step=max_tokens_per_step, concat=torch.cat,
+    )  # fmt: skip
+    compiled = CompiledModel(source, stages, engine, executor)
+    compiled.compile_stats = stats
+    return compiled
+
+
+def verify(
+    model: Any, *, tp: int = 1, passes: Sequence[Pass] | None = None, without: Iterable[str] = (), strict: bool = True
+) -> Any:
+    """Execute every stage on all simulated ranks, in float64, and compare; returns a ``VerifyReport``.
+
+    A miniature of the model is used: its head counts and layer kinds with small widths and random weights.
+    """
+    from graphsrt.verify import verify as run_verify
+
+    _check_tp(tp)
+    chosen = select(PIPELINE if passes is None else passes, without=without)
+    source = resolve(model)
+    return run_verify(source.module if source.module is not None else source.config, tp=tp, passes=chosen, strict=strict)
+
+
+# -- the stages --------------------------------------------------------------------------------------------------------
+
+
+def _capture(source: ModelSource, tp: int, context_length: int | None) -> Program:
+    limit = source.context_length
+    length = context_length or limit
+    if length is None:
+        raise ValueError("the model's config sets no context length; pass context_length=")
+    if length < 1:
+        raise ValueError(explain("context_length must be positive", got=str(length)))
+    check_config(source.config)
+    if source.module is not None:
+        model = meta_twin(source.module, source.dtype)
+    else:
+        model = meta_model(source.config, source.model_class, source.dtype)
+        _untie(model, source)
+    program = capture(model, context_length=length, name=source.config.model_type)
+    program.mesh = {"tp": tp}
+    return program
+
+
+def _untie(model: torch.nn.Module, source: ModelSource) -> None:
+    """Share parameters exactly where the checkpoint does: a head stored apart from the embedding is its own weight."""
+    wanted = source.ties()
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if name in wanted:
+            setattr(module, leaf, model.get_parameter(wanted[name]))
+        elif sum(parameter is other for _, other in model.named_parameters(remove_duplicate=False)) > 1 and name not in wanted.values():
+            setattr(module, leaf, torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False))
+
+
+def _with_checkpoint_names(stages: Stages, source: ModelSource) -> Program:
+    """Settle which checkpoint tensor every parameter comes from; all missing and left-over tensors are one error."""
+    captured = stages.programs[0][1]
+    expected = {leaf: w.shape for w in captured.weights.values() for leaf in leaves(w.recipe)}
+    accounting = source.account(expected)
+    for _, program in stages.programs:
+        for weight in program.weights.values():
+            weight.recipe = rename(weight.recipe, lambda name: accounting[name])
+    return stages.final
+
+
+def _sizes(program: Program, page_size: int, max_total_tokens: int | None, max_running: int, per_step: int) -> EngineSizes:
+    context = program.constants["context_length"]
+    tokens = max_total_tokens if max_total_tokens is not None else max(context, 16384)
+    if tokens < page_size:
+        raise ValueError(explain("max_total_tokens is less than a page", expected=f"at least {page_size}", got=str(tokens)))
+    pages = 1 + -(-tokens // page_size)  # page 0 is reserved
+    return EngineSizes(min(max_running, per_step), context, page_size, pages)
+
+
+def _compile_once(program: Program, group_size: int, progress: bool) -> CompileStats:
+    """Compile regions before any rank starts; under torchrun rank 0 does it while the others wait."""
+    if group_size > 1 and torch.distributed.get_rank() != 0:
+        torch.distributed.barrier()
+        return compile_regions(program)
+    with _bar("compile", progress) as tell:
+        stats = compile_regions(program, progress=tell)
+    if group_size > 1:
+        torch.distributed.barrier()
+    return stats
+
+
+def _executor(
+    source: ModelSource, program: Program, sizes: EngineSizes, tp: int, ranks: str | None, backend: str, device: str,
+    group_size: int, threads: int | None, progress: bool,
+) -> Any:  # fmt: skip
+    checkpoint = source.require_checkpoint()
+    if ranks == "simulated":
+        return LocalExecutor(simulated_runner(program, checkpoint, sizes))
+    if group_size:
+        return _group_executor(program, checkpoint, sizes, tp, backend, device, group_size)
+    if tp == 1:
+        with _bar("load", progress) as tell:
+            return LocalExecutor(rank_runner(program, 0, None, checkpoint, sizes, backend=backend, device=device, progress=tell))
+    fds: list[int] = []
+    if isinstance(checkpoint, StateDictCheckpoint) and source.module is not None:
+        fd = write_safetensors_memfd({name: checkpoint.read(name) for name in _needed(program)})
+        fds, checkpoint = [fd], SafetensorsCheckpoint(f"/proc/self/fd/{fd}")
+    try:
+        text = str(program)
+        init = RankInit(text, text_hash(program), checkpoint.spec(), sizes, backend, device)
+        with _bar("load", progress) as tell:
+            return WorkersExecutor(
+                tp, "graphsrt.runtime.model_runner:create", pickle.dumps(init), fds=fds, device=device,
+                threads_per_rank=threads, progress=lambda rank, done, total, label: tell(done, total, label) if rank == 0 else None,
+            )  # fmt: skip
+    finally:
+        for fd in fds:  # the ranks have loaded, or the start failed
+            os.close(fd)
+
+
+def _needed(program: Program) -> list[str]:
+    return sorted({leaf for weight in program.weights.values() for leaf in leaves(weight.recipe)})
+
+
+def _group_executor(program: Program, checkpoint: Any, sizes: EngineSizes, tp: int, backend: str, device: str, size: int) -> GroupExecutor:
+    from graphsrt.lowering.collectives import ProcessCollectives
+
+    if size != tp:
+        raise ValueError(explain("tp must be the number of processes that torchrun started", expected=str(size), got=str(tp)))
+    collectives = ProcessCollectives.over_world()
+    runner = rank_runner(program, collectives.rank, collectives, checkpoint, sizes, backend=backend, device=device)
+    return GroupExecutor(collectives, runner)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _group_size() -> int:
+    """Size of the process group that ``torchrun`` (or the caller) has set up; 0 if there is none."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    if "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(backend)
+        return torch.distributed.get_world_size()
+    return 0
+
+
+def _check_tp(tp: Any) -> None:
+    if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
+        raise ValueError(explain("tp is the number of ranks", expected="an integer of at least 1", got=repr(tp)))
+
+
+def _check_options(ranks: Any, backend: str, experts: str, device: str | None, kv_dtype: Any, page: int, running: int, step: int) -> None:
+    if ranks not in (None, "simulated"):
+        raise ValueError(explain("ranks says where ranks run", expected="None or 'simulated'", got=repr(ranks)))
+    if backend not in ("inductor", "eager"):
+        raise ValueError(explain("no such backend", expected="'inductor' or 'eager'", got=repr(backend)))
+    if experts != "tp":
+        raise ValueError(explain("experts can only be divided by 'tp' so far", got=repr(experts)))
+    if device is not None and torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(explain("no such device", expected="'cpu' or 'cuda'", got=repr(device)))
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(explain("there is no CUDA device here", got=f"torch {torch.__version__}", hint="use device='cpu'"))
+    if kv_dtype is not None:
+        raise ValueError(explain("kv_dtype cannot be chosen yet; keys and values are kept in the model's dtype", got=repr(kv_dtype)))
+    for name, value in (("page_size", page), ("max_running", running), ("max_tokens_per_step", step)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(explain(f"{name} must be a positive integer", got=repr(value)))
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if isinstance(dtype, str):
+        if dtype.removeprefix("torch.") not in DTYPES:
+            raise ValueError(explain("no such dtype", expected=", ".join(DTYPES), got=repr(dtype)))
+        return DTYPES[dtype.removeprefix("torch.")]
+    return dtype
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+class _bar:
+    """A progress bar that is told ``(done, total, label)``; silent unless asked for."""
+
+    def __init__(self, label: str, show: bool):
+        self._bar = tqdm(desc=label, disable=not show, unit="", leave=False)
+
+    def __enter__(self) -> Callable[[int, int, str], None]:
+        return self._tell
+
+    def _tell(self, done: int, total: int, label: str) -> None:
+        self._bar.total = total
+        self._bar.set_postfix_str(label[-40:], refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
+
+__all__ = ["CompileError", "CompiledModel", "Traced", "compile", "trace", "verify", "weight_bytes"]

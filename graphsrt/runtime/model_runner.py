@@ -1,0 +1,174 @@
+"""One rank's side of a step: the flat buffer in, the program run, and on rank 0 the sampled tokens out."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphsrt.errors import CompileError, explain
+from graphsrt.lowering.collectives import ProcessCollectives
+from graphsrt.lowering.executable import Executable
+from graphsrt.models.checkpoint import open_spec
+from graphsrt.printer import print_program
+from graphsrt.program import Program
+from graphsrt.runtime.forward_batch import ForwardBatch
+from graphsrt.runtime.sampler import sample
+from graphsrt.runtime.weights import load_weights
+from graphsrt.runtime.wire import StepReply
+from graphsrt.simulate import Values, load, simulate
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """How large the engine's tables are: sequences at a time, tokens of a sequence, KV slots of a layer."""
+
+    max_running: int
+    context_length: int
+    page_size: int
+    num_pages: int
+
+    @property
+    def num_slots(self) -> int:
+        """KV slots; page 0 is reserved and never used."""
+        return self.num_pages * self.page_size
+
+
+@dataclass(frozen=True)
+class RankInit:
+    """What a rank process is started with. ``text_hash`` is that of the program's text without its history."""
+
+    text: str
+    text_hash: str
+    checkpoint: dict[str, Any]
+    sizes: EngineSizes
+    backend: str
+    device: str
+
+
+def text_hash(program: Program) -> str:
+    """Hash of a program's text without the history, which has times in it."""
+    return hashlib.sha256(print_program(program, history=False).encode()).hexdigest()
+
+
+class ModelRunner:
+    """Owns one rank's KV pool and ``req_to_token`` table, and runs steps. ``execute`` maps inputs to logits ``[R, V]``."""
+
+    def __init__(
+        self,
+        program: Program,
+        execute: Callable[[dict[str, Any]], torch.Tensor],
+        sizes: EngineSizes,
+        *,
+        rank: int = 0,
+        device: str = "cpu",
+        pools: int | None = None,
+    ):
+        self._execute = execute
+        self._rank = rank
+        self._device = device
+        self._logits_dtype = torch.float64 if program.dtype == torch.float64 else torch.float32
+        self._req_to_token = torch.zeros(sizes.max_running, sizes.context_length, dtype=torch.int32, device=device)
+        declared = program.inputs["kv_pool"]
+        shape = [sizes.num_slots if size == "slots" else int(size) for size in declared.shape]
+        pool = [torch.empty(shape, dtype=declared.dtype, device=device) for _ in range(pools or 1)]
+        self._kv_pool: Any = pool if pools else pool[0]  # unwritten slots are never read
+
+    def step(self, buffer: np.ndarray) -> StepReply | None:
+        """Run one encoded :class:`ForwardBatch`. Rank 0 replies with a token for each logit row."""
+        batch = ForwardBatch.decode(buffer)
+        rows, columns, slots = (torch.from_numpy(np.ascontiguousarray(a)) for a in batch.req_to_token_updates())
+        self._req_to_token[rows, columns] = slots.to(torch.int32).to(self._device)
+        # a prefill chunk that ends no prompt wants no logits; one row keeps every shape at least one
+        logit_rows = batch.logit_rows if len(batch.logit_rows) else np.zeros(1, dtype=np.int64)
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(batch.extend_seq_lens)])
+        inputs = {
+            "tokens": self._tensor(batch.tokens),
+            "positions": self._tensor(batch.positions),
+            "req_pool_indices": self._tensor(batch.req_pool_indices),
+            "seq_lens": self._tensor(batch.seq_lens),
+            "query_start_loc": self._tensor(starts),
+            "out_cache_loc": self._tensor(batch.out_cache_loc),
+            "logit_rows": self._tensor(logit_rows),
+            "req_to_token": self._req_to_token,
+            "kv_pool": self._kv_pool,
+        }
+        logits = self._execute(inputs)
+        if self._rank != 0:
+            return None
+        logits = logits[: len(batch.logit_rows)]
+        if not len(batch.logit_rows):
+            return StepReply(np.empty(0, dtype=np.int64), logits.to(self._logits_dtype) if batch.return_logits else None)
+        tokens = sample(logits, *(torch.from_numpy(np.array(a)) for a in (batch.temperature, batch.top_k, batch.top_p, batch.uniform)))
+        reply = logits.to(self._logits_dtype) if batch.return_logits else None
+        return StepReply(tokens.cpu().numpy(), reply)
+
+    def close(self) -> None:
+        """Drop the pool and the program."""
+        self._kv_pool = self._req_to_token = None  # type: ignore[assignment]
+        self._execute = _closed
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device)
+
+
+def _closed(_: dict[str, Any]) -> torch.Tensor:
+    raise ValueError("this runner is closed")
+
+
+def rank_runner(
+    program: Program,
+    rank: int,
+    collectives: ProcessCollectives | None,
+    checkpoint: Any,
+    sizes: EngineSizes,
+    *,
+    backend: str,
+    device: str = "cpu",
+    progress: Callable[[int, int, str], None] | None = None,
+) -> ModelRunner:
+    """A runner with its own rank's weights, which are read here."""
+    weights = load_weights(program, rank, checkpoint, device=device, progress=progress)
+    executable = Executable(program, weights, backend=backend, collectives=collectives)  # type: ignore[arg-type]
+    return ModelRunner(program, executable, sizes, rank=rank, device=device)
+
+
+def simulated_runner(program: Program, checkpoint: Any, sizes: EngineSizes) -> ModelRunner:
+    """A runner of all ranks in this process, eagerly, node by node."""
+    weights = load(program, checkpoint)
+    ranks = max(program.mesh.get("tp", 1), 1)
+
+    def execute(inputs: dict[str, Any]) -> torch.Tensor:
+        results: Values = simulate(program, inputs, weights)
+        return results[0]
+
+    return ModelRunner(program, execute, sizes, pools=ranks)
+
+
+def create(rank: int, size: int, collectives: ProcessCollectives, init: bytes) -> ModelRunner:
+    """Factory for a rank process: parse the text, check that it is what the caller sent, load, get ready."""
+    from graphsrt.runtime.workers import report_progress
+
+    given: RankInit = pickle.loads(init)  # from our own parent process, over an inherited socket
+    program = Program.from_text(given.text)
+    if text_hash(program) != given.text_hash:
+        raise CompileError(explain("the program did not survive its text", where=f"rank {rank}",
+                                   expected=given.text_hash, got=text_hash(program)))  # fmt: skip
+    if program.mesh.get("tp", 1) != size:
+        raise CompileError(f"the program is for {program.mesh.get('tp', 1)} ranks, the group has {size}")
+    checkpoint = open_spec(given.checkpoint)
+    device = given.device if given.device == "cpu" else f"{given.device}:{rank}"
+    last = [-1]
+
+    def progress(done: int, total: int, label: str) -> None:
+        percent = done * 50 // total
+        if percent != last[0]:  # a message for each weight of a large model would be noise
+            last[0] = percent
+            report_progress(done, total, label)
+
+    return rank_runner(program, rank, collectives, checkpoint, given.sizes, backend=given.backend, device=device, progress=progress)

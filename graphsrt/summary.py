@@ -1,0 +1,62 @@
+"""The summary of a compiled model, as text: passes, memory, and what was compiled."""
+
+from __future__ import annotations
+
+import math
+
+from graphsrt.dump import pass_table, weight_bytes
+from graphsrt.lowering.region_cache import CompileStats
+from graphsrt.passes.runner import Stages
+from graphsrt.program import Program
+
+
+def summary_text(stages: Stages, stats: CompileStats | None) -> str:
+    """The pass table, then one line for each fact."""
+    program = stages.final
+    lines = [pass_table(program.history).rstrip(), ""]
+    lines.append(f"{program.name}, tp={program.mesh.get('tp', 1)}, {str(program.dtype).removeprefix('torch.')}")
+    mine = sum(map(weight_bytes, program.weights.values()))
+    whole = whole_bytes(stages)
+    ranks = program.mesh.get("tp", 1)
+    share = f" of {_bytes(whole)} ({mine * ranks / whole:.3f} × 1/{ranks})" if whole and ranks > 1 else ""
+    lines.append(f"weights of a rank   {_bytes(mine)}{share}")
+    kept = replicated(program)
+    if kept:
+        total = sum(size for _, size in kept)
+        worst = ", ".join(f"{name} {_bytes(size)}" for name, size in kept[:3])
+        lines.append(f"whole on each rank  {_bytes(total)} in {len(kept)} weights: {worst}{', …' if len(kept) > 3 else ''}")
+    if "kv_pool" in program.inputs:
+        lines.append(f"KV of a token       {_bytes(kv_bytes(program))} on each rank")
+    reductions = program.count("graphsrt::all_reduce") + program.count("graphsrt::reduce_scatter")
+    if ranks > 1:
+        lines.append(f"collectives         {reductions} reductions, {program.count('graphsrt::all_gather')} gathers a step")
+    if stats is not None:
+        lines.append(f"compiled            {stats}")
+    return "\n".join(lines)
+
+
+def whole_bytes(stages: Stages) -> int:
+    """Bytes of the weights of the captured program: the model on one rank."""
+    return sum(map(weight_bytes, stages.programs[0][1].weights.values()))
+
+
+def replicated(program: Program) -> list[tuple[str, int]]:
+    """Weights that each rank holds whole, largest first; empty on a single rank."""
+    if program.mesh.get("tp", 1) == 1:
+        return []
+    found = [(name, weight_bytes(w)) for name, w in program.weights.items() if str(w.placement) == "R"]
+    return sorted(found, key=lambda item: -item[1])
+
+
+def kv_bytes(program: Program) -> int:
+    """KV bytes of one token on one rank: 2 (keys, values) × layers × local KV heads × head size × element size."""
+    pool = program.inputs["kv_pool"]
+    return math.prod(int(size) for size in pool.shape if size != "slots") * pool.dtype.itemsize
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return ""
