@@ -35,7 +35,6 @@ OPTIONS: dict[str, Any] = {
     "cpp.dynamic_threads": True,
     # The wrapper only calls kernels: optimising it costs seconds of compile time and gains nothing measurable.
     "aot_inductor.compile_wrapper_opt_level": "O0",
-    "aot_inductor.enable_line_tables": False,
 }
 """Inductor's options; a part of every cache key."""
 
@@ -88,9 +87,8 @@ def compile_region(region: Region, library: Path) -> None:
         _check_outputs(region, exported)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             package = Path(scratch) / "region.pt2"
-            aoti_compile_and_package(
-                exported, package_path=str(package), inductor_configs=dict(OPTIONS)
-            )  # it adds its own
+            options = dict(OPTIONS)  # a copy: torch puts its own in, and the cache key must not change by that
+            aoti_compile_and_package(exported, package_path=str(package), inductor_configs=options)
             with zipfile.ZipFile(package) as archive:
                 (member,) = (name for name in archive.namelist() if name.endswith(".so"))
                 library.write_bytes(archive.read(member))

@@ -114,9 +114,9 @@ def paged(dtype: torch.dtype, ranks: int = 2) -> Program:
         ops.radix_attention, part["q"], part["k"], part["v"], *batch, name="attended", layer_id=0, scale=8**-0.5
     )
     flat = call(aten.view.default, attended, [-1, 32], name="flat")
-    out = call(aten.linear.default, flat, weight("o", 48, 32), name="out")
-    total = call(ops.all_reduce, out, name="total", axis="tp")
-    pair = call(ops.add_rms_norm, total, h, weight("norm_2", 48), name="pair", **norm)
+    total = call(ops.all_reduce, flat, name="total", axis="tp")
+    out = call(aten.linear.default, total, weight("o", 48, 32), name="out")
+    pair = call(ops.add_rms_norm, out, h, weight("norm_2", 48), name="pair", **norm)
     normed = call(operator.getitem, pair, 0, name="normed")
     rows = call(aten.index_select.default, normed, 0, value["rows"], name="last")
     program.graph.output(call(aten.linear.default, rows, weight("head", 97, 48), name="logits"))
