@@ -28,6 +28,9 @@ from graphsrt.program import Program, is_mutating, target_from_name, target_name
 ATTENTION = {ops.attention, ops.radix_attention, ops.kv_write}
 """Operators that run a kernel of their own and are never part of a region."""
 
+MAY_COPY = {"aten::to", "aten::reshape", "aten::reshape_as", "aten::contiguous", "aten::flatten", "aten::type_as"}
+"""Views by their schema that move data where they must: better compiled, with what comes after."""
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -162,11 +165,10 @@ def is_cut(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """True for operators whose result shares the memory of their argument."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    """True for operators whose result always shares the memory of their argument."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name in MAY_COPY:
         return False
     returns = node.target._schema.returns
-    # reshape and the like say nothing in their schema (they may copy), and are compiled
     return len(returns) == 1 and returns[0].alias_info is not None and not node.target._schema.is_mutable
 
 

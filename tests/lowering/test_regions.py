@@ -95,6 +95,14 @@ def test_views_of_inputs_are_not_compiled() -> None:
     assert isinstance(steps[1], RegionStep) and len(steps[1].region.outputs) == 1
 
 
+def test_a_cast_of_an_input_is_compiled() -> None:
+    program = Program("cast")
+    x = program.add_input("x", Input(("T", 16), torch.bfloat16, "tokens"))
+    program.graph.output(program.call(aten.to.dtype, x, torch.float32, name="y"))
+    program.infer()
+    assert [type(s) for s in cut(program)] == [RegionStep]
+
+
 def test_a_region_travels_and_keeps_its_key() -> None:
     region = next(iter(distinct_regions(cut(paged(torch.float32)))))
     again = pickle.loads(pickle.dumps(region))
