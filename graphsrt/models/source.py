@@ -299,9 +299,16 @@ def _text_name(stored: str) -> str:
     return stored
 
 
+def read_config(path: str | os.PathLike, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The config in a ``.json`` file, or of a folder that may have no weights. Raises as ``resolve`` does."""
+    return _read_config(Path(path), trust_remote_code)[0]
+
+
 def _read_config(folder: Path, trust_remote_code: bool) -> tuple[PretrainedConfig, type | None]:
-    """The config of a folder, and the class from its own code if that is trusted and there is one."""
-    path = folder / "config.json"
+    """The config of a folder or file, and the class from its own code if that is trusted and there is one."""
+    path = folder / "config.json" if folder.is_dir() else folder
+    if not path.exists() and not folder.is_dir():
+        raise CheckpointError(explain(f"{folder}: no such file", expected="a config.json or a folder that has one"))
     if not path.exists():
         raise CheckpointError(
             explain(

@@ -1,0 +1,348 @@
+"""The commands. torch and transformers are imported when a command runs, so that ``--help`` answers at once.
+
+Text goes to stdout, progress and messages to stderr. Exit status: 0, 1 for an error that the message explains, 2 for a
+command line that is wrong, 130 after an interrupt. ``--debug`` or ``GRAPHSRT_DEBUG=1`` shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import traceback
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from graphsrt.errors import CheckpointError, GraphsrtError, explain
+
+if TYPE_CHECKING:
+    from graphsrt.api import CompiledModel, Traced
+
+DEFAULT_PROMPT = "What is the capital of France?"
+CACHE_KINDS = {
+    "models": "converted models",
+    "regions": "compiled regions of programs",
+    "kernels": "compiled C++ kernels",
+}
+_UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of click inside newer versions of typer
+
+
+class Backend(StrEnum):
+    inductor = "inductor"
+    eager = "eager"
+
+
+class Ranks(StrEnum):
+    simulated = "simulated"
+
+
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+class _Commands(TyperGroup):
+    """The commands in the order that they are written here; an unknown one is answered with their names."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            ctx.fail(f"there is no command {args[0]!r}; the commands are {', '.join(self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=_Commands, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+Model = Annotated[str, typer.Argument(help="A checkpoint folder, a hub id, or smollm2.", show_default=False)]
+ModelOrConfig = Annotated[
+    str, typer.Argument(help="A checkpoint folder, a config.json, a hub id, or smollm2.", show_default=False)
+]
+Without = Annotated[list[str], typer.Option("--without", metavar="PASS", help="Leave this pass out; may be repeated.")]
+DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Of weights and activations; default the model's.")]
+Strict = Annotated[bool, typer.Option("--strict", help="A linear left whole on every rank is an error.")]
+ContextLength = Annotated[
+    int | None, typer.Option("--context-length", help="Most tokens of a sequence; default the model's.")
+]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that comes with the model.")]
+AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read pickle checkpoints; they can run code.")]
+DumpDir = Annotated[Path | None, typer.Option("--dump", metavar="DIR", help="Write the program after every pass.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from graphsrt import __version__
+
+        print(f"graphsrt {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; GRAPHSRT_DEBUG=1 does it too.")] = False,
+) -> None:
+    """Serve a plain Hugging Face causal LM on several ranks, by rewriting one graph with passes that can be read."""
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="May be repeated.")] = [],  # noqa: B006
+    tp: Annotated[int | None, typer.Option("--tp", help="Ranks; default 1, under torchrun the world size.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Probability mass to sample from.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Most probable tokens to sample from; 0 for all.")] = 0,
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str], typer.Option("--stop", metavar="TEXT", help="End before this; may be repeated.")] = [],  # noqa: B006
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
+    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Apply the chat template where there is one.")] = True,
+    summary: Annotated[bool, typer.Option("--summary/--no-summary", help="Print the pass table at the end.")] = True,
+    dtype: DtypeOption = None,
+    backend: Annotated[Backend, typer.Option("--backend", help="eager: node by node.")] = Backend.inductor,
+    ranks: Annotated[Ranks | None, typer.Option("--ranks", help="All ranks in this process, eagerly.")] = None,
+    context_length: ContextLength = None,
+    page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a KV page.")] = 16,
+    without: Without = [],  # noqa: B006
+    strict: Strict = False,
+    verify: Annotated[bool, typer.Option("--verify", help="First compare every stage on simulated ranks.")] = False,
+    dump: DumpDir = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Generate text, then print the pass table. Several prompts run as one batch."""
+    if _is_config(model):
+        hint = f"graphsrt inspect {model} shows its program"
+        raise CheckpointError(explain("a config has no weights, so it generates nothing", where=model, hint=hint))
+    from graphsrt.api import compile
+    from graphsrt.runtime.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, tuple(stop))
+    rank = _torchrun_rank()
+    with compile(
+        model, tp=tp, ranks=ranks and ranks.value, dtype=dtype and dtype.value, backend=backend.value, without=without,
+        strict=strict, dump=dump, verify=verify, context_length=context_length, page_size=page_size,
+        progress=not rank, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+    ) as compiled:  # fmt: skip
+        texts = prompt or [DEFAULT_PROMPT]
+        items = [_with_template(compiled, text, system, chat) for text in texts]
+        if len(items) == 1 and rank is None:
+            for event in compiled.stream(items[0], params):
+                print(event.text, end="", flush=True)
+            print()
+        else:
+            results = compiled.generate(items, params)
+            if not rank:
+                for text, result in zip(texts, results):
+                    print(result.text if len(texts) == 1 else f"## {text}\n{result.text}\n")
+        if summary and not rank:
+            print(f"\n{compiled.summary()}")
+
+
+@app.command()
+def inspect(
+    model: ModelOrConfig,
+    tp: Annotated[int, typer.Option("--tp", help="Ranks.")] = 1,
+    after: Annotated[str | None, typer.Option("--after", metavar="PASS", help="The program after this pass.")] = None,
+    diff: Annotated[str | None, typer.Option("--diff", metavar="PASS", help="What this pass changed.")] = None,
+    layer: Annotated[int | None, typer.Option("--layer", metavar="N", help="This layer alone.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="What this rank holds and reads.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="The complete text, which parses back.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Passes, facts and complete text as JSON.")] = False,
+    dtype: DtypeOption = None,
+    context_length: ContextLength = None,
+    without: Without = [],  # noqa: B006
+    strict: Strict = False,
+    dump: DumpDir = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Show the passes and the program of a model. Needs no weights, only the config."""
+    if diff and (after or full or as_json or layer is not None or rank is not None):
+        raise typer.BadParameter("--diff stands alone: it shows one pass's change of the complete text")
+    if (full or as_json) and (layer is not None or rank is not None):
+        raise typer.BadParameter("--full and --json show everything; --layer and --rank belong to the folded view")
+    from graphsrt.api import trace
+
+    source = _model_or_config(model, trust_remote_code)
+    traced = trace(
+        source, tp=tp, dtype=dtype and dtype.value, without=without, strict=strict, dump=dump,
+        context_length=context_length, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+    )  # fmt: skip
+    if diff:
+        print(traced.diff(diff) or f"{diff} changed nothing")
+        return
+    program = traced.program(after)
+    if as_json:
+        print(json.dumps(_as_json(traced, after), indent=2))
+    elif full:
+        print(program, end="")
+    else:
+        from graphsrt.folding import fold
+
+        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        text = fold(program, color=color, layer=layer, rank=rank)
+        print(f"{traced.summary()}\n\n{text}", end="")
+
+
+@app.command()
+def verify(
+    model: ModelOrConfig,
+    tp: Annotated[int, typer.Option("--tp", help="Ranks.")] = 2,
+    without: Without = [],  # noqa: B006
+    strict: Annotated[bool, typer.Option(help="A linear left whole on every rank is an error.")] = True,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Run every stage on simulated ranks, and compare every value."""
+    from graphsrt.api import verify
+
+    report = verify(_model_or_config(model, trust_remote_code), tp=tp, without=without, strict=strict)
+    print(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def cache(
+    kinds: Annotated[list[str], typer.Argument(metavar="[KIND]...", help=f"{', '.join(CACHE_KINDS)}")] = [],  # noqa: B006
+    clear: Annotated[bool, typer.Option("--clear", help="Remove what is listed.")] = False,
+) -> None:
+    """List or clear converted models and compiled code."""
+    from graphsrt.cache import cache_dir
+
+    for kind in kinds:
+        if kind not in CACHE_KINDS:
+            raise typer.BadParameter(f"{kind!r} is none of {', '.join(CACHE_KINDS)}")
+    place, total = cache_dir(), 0
+    print(place)
+    for kind in kinds or CACHE_KINDS:
+        folder = place / kind
+        entries = [entry for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+        size = _bytes_in(folder)
+        total += size
+        print(f"  {kind:<8} {len(entries):>5} {size / 1e6:>10.1f} MB   {CACHE_KINDS[kind]}")
+        if clear and folder.is_dir():
+            shutil.rmtree(folder)
+    print(f"{'removed' if clear else 'in all'} {total / 1e6:.1f} MB")
+
+
+# -- arguments ------------------------------------------------------------------------------------------------------
+
+
+def _is_config(model: str) -> bool:
+    return model.endswith(".json") and not Path(model).is_dir()
+
+
+def _model_or_config(model: str, trust_remote_code: bool) -> Any:
+    """The name itself, or the config alone where there is nothing more: a .json file, or a folder without weights."""
+    path = Path(model).expanduser()
+    weights = ("*.safetensors", "*.bin", "*.index.json")
+    if _is_config(model) or (path.is_dir() and not any(next(path.glob(pattern), None) for pattern in weights)):
+        from graphsrt.models.source import read_config
+
+        return read_config(path, trust_remote_code=trust_remote_code)
+    return model
+
+
+def _with_template(compiled: CompiledModel, text: str, system: str | None, chat: bool) -> str | list[int]:
+    """The prompt as token ids of a chat, or as it stands if the tokenizer has no template or none is wanted."""
+    tokenizer = compiled.tokenizer
+    if not chat or not getattr(tokenizer, "chat_template", None):
+        if system is not None:
+            raise ValueError(
+                explain(
+                    "a system message needs a chat template",
+                    got="--no-chat" if not chat else "a tokenizer without a chat template",
+                    hint="leave --system out, or write it into the prompt",
+                )
+            )
+        return text
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    return [int(token) for token in ids]
+
+
+def _as_json(traced: Traced, after: str | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from graphsrt.dump import weight_bytes
+
+    program = traced.program(after)
+    return {
+        "model": program.name,
+        "after": after or traced.stages.names[-1],
+        "mesh": program.mesh,
+        "constants": program.constants,
+        "passes": [asdict(report) for report in program.history],
+        "operators": len(program.nodes),
+        "weight_bytes_per_rank": sum(map(weight_bytes, program.weights.values())),
+        "program": str(program),
+    }
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+
+
+# -- the way in and out -----------------------------------------------------------------------------------------------
+
+
+def _torchrun_rank() -> int | None:
+    """This process's rank under ``torchrun``, else None."""
+    return int(os.environ.get("RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def _leave_group() -> None:
+    """End the process group that ``compile`` joined under ``torchrun``."""
+    distributed = sys.modules.get("torch.distributed")
+    if _torchrun_rank() is not None and distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _fail(error: BaseException, debug: bool, status: int) -> int:
+    if debug:
+        traceback.print_exception(error)
+    rank = _torchrun_rank()
+    print(f"graphsrt: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+    return status
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command line (default ``sys.argv[1:]``) and return the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given:
+        app(args=["--help"], prog_name="graphsrt", standalone_mode=False)
+        return 2
+    debug = "--debug" in given or os.environ.get("GRAPHSRT_DEBUG", "") not in ("", "0")
+    given = [argument for argument in given if argument != "--debug"]  # it may stand anywhere
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal cannot show
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        status = app(args=given, prog_name="graphsrt", standalone_mode=False)
+        _leave_group()
+        return status if isinstance(status, int) else 0
+    except _UsageError as error:
+        path = getattr(getattr(error, "ctx", None), "command_path", "graphsrt")
+        return _fail(ValueError(f"{error.format_message()}\n  try {path} --help"), debug, 2)
+    except (GraphsrtError, ValueError) as error:
+        return _fail(error, debug, 1)
+    except MemoryError as error:
+        return _fail(MemoryError(f"out of memory {error}"), debug, 1)
+    except KeyboardInterrupt:
+        return 130
