@@ -325,9 +325,9 @@ class Program:
     # -- shapes ---------------------------------------------------------------------------------------------------
 
     def infer(self, nodes: Iterable[fx.Node] | None = None) -> None:
-        """Compute ``val`` of the given nodes (default: those that have none yet), in order."""
+        """Compute ``val`` of the given nodes in order (default: of all, since strides change downstream of a rewrite)."""
         for node in self.graph.nodes if nodes is None else nodes:
-            if node.op != "call_function" or (nodes is None and "val" in node.meta):
+            if node.op != "call_function":
                 continue
             try:
                 node.meta["val"] = self.evaluate(node, lambda argument: argument.meta["val"])
