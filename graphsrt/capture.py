@@ -208,8 +208,20 @@ def capture(model: nn.Module, *, context_length: int, name: str | None = None) -
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffer.to("meta")
-    exported = _export(_Flattened(model), config)
-    program = _convert(exported, model, constants, name or getattr(config, "model_type", "model"))
+    try:
+        exported = _export(_Flattened(model), config)
+        program = _convert(exported, model, constants, name or getattr(config, "model_type", "model"))
+    except CompileError as error:
+        if getattr(model, "_supports_attention_backend", True):
+            raise
+        raise CompileError(  # the cause, though what shows first is often something that follows from it
+            explain(
+                "attention does not go through transformers' attention interface",
+                where=type(model).__name__,
+                got=str(error).partition("\n")[0],
+                hint="such a model needs a reference model in graphsrt/models",
+            )
+        ) from error
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     program.constants = {
         "context_length": context_length,
