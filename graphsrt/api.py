@@ -248,7 +248,7 @@ def verify(
 
 def _capture(source: ModelSource, tp: int, context_length: int | None) -> Program:
     limit = source.context_length
-    length = context_length or limit
+    length = context_length if context_length is not None else limit
     if length is None:
         raise ValueError("the model's config sets no context length; pass context_length=")
     if length < 1:
