@@ -97,7 +97,8 @@ def check(
     ``model``: a :class:`Program` (it is left as it is), or what :func:`trace` takes, with its options. ``fires``: how
     often the pass must fire (default: at least once). With ``fires=0`` the program must come out unchanged.
     ``near_miss``: words of the reason of some near miss. ``tolerance``: 0 for bitwise equality; by default
-    :data:`TOLERANCE`. ``tokens``: how many tokens the programs are run with. ``source``: the checkpoint, default random.
+    :data:`TOLERANCE`. ``tokens``: how many tokens the programs are run with. ``source``: the checkpoint
+    (default random).
 
     Raises AssertionError saying what failed, CompileError from the runner's own checks.
     """
@@ -167,7 +168,7 @@ def result(
     program: Program, inputs: Mapping[str, torch.Tensor | Values], weights: Mapping[str, Values]
 ) -> torch.Tensor:
     """The global value that a program returns, put together from all simulated ranks by its placement."""
-    return whole(simulate(program, inputs, weights), program.output.meta.get("placement"))
+    return whole(simulate(program, inputs, loaded), program.output.meta.get("placement"))
 
 
 def whole(values: Values, placement: Placement | None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +36,7 @@ def shared() -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=None)
+@cache
 def traced(
     family: str, heads: int = 4, kv_heads: int = 2, tp: int = 2, dtype: torch.dtype = torch.float64, layers: int = 1
 ) -> Traced:
@@ -55,7 +55,7 @@ def before(name: str, family: str = "llama", **options: Any) -> Program:
     return traced(family, **options).stages.around(name)[0].copy()
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled(
     family: str, heads: int, kv_heads: int, tp: int, layers: int = 2, options: tuple[tuple[str, Any], ...] = ()
 ) -> CompiledModel:

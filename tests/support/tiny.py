@@ -7,7 +7,7 @@ that is lost, doubled or taken from another rank shows in the numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def build(family: str, heads: int = 4, kv_heads: int = 2, layers: int = 2, **ext
     return made
 
 
-@lru_cache(maxsize=None)
+@cache
 def _built(family: str, heads: int, kv_heads: int, layers: int, extra: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
     return build(family, heads, kv_heads, layers, **dict(extra))
 
