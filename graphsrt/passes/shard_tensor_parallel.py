@@ -320,7 +320,10 @@ class _Sharder:
         users = list(node.users)
         following = node.next
         total = self.program.call(ops.all_reduce, node, axis=self.axis, name=f"{node.name}.all_reduce", before=following, like=node)
-        total.meta.update(placement=R, made_by=(*node.meta.get("made_by", ()), "shard_tensor_parallel"))
+        made_by = node.meta.get("made_by", ())
+        if "shard_tensor_parallel" not in made_by:
+            made_by = (*made_by, "shard_tensor_parallel")
+        total.meta.update(placement=R, made_by=made_by)
         for user in users:
             user.replace_input_with(node, total)
 
