@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
 from graphsrt.models.checkpoint import SafetensorsCheckpoint, StateDictCheckpoint, write_safetensors_memfd
 from graphsrt.models.source import ModelSource, resolve
-from graphsrt.passes import PIPELINE
+from graphsrt.passes import PIPELINE, page_attention
 from graphsrt.passes.runner import Pass, Stages, run, select
 from graphsrt.printer import diff_text
 from graphsrt.program import Program
@@ -43,14 +44,16 @@ class Traced:
         self.stages = stages
         self.compile_stats: CompileStats | None = None
 
-    def program(self, after: str | None = None, *, phase: str | None = None) -> Program:
+    def program(self, after: str | None = None, *, phase: str | None = None, rank: int | None = None) -> Program:
         """The final program, or the one after the named pass (``"capture"`` for the first).
 
-        ``phase``: "prefill" or "decode"; the two share one program so far. ValueError for an unknown pass or phase.
+        ``phase``: "prefill" or "decode"; the two share one program so far. ``rank``: a copy in that rank's own terms:
+        local sizes, and recipes that name the very slices it reads. ValueError for an unknown pass, phase or rank.
         """
         if phase not in (None, "prefill", "decode"):
             raise ValueError(explain("no such phase", expected="'prefill' or 'decode'", got=repr(phase)))
-        return self.stages.final if after is None else self.stages.after(after)
+        program = self.stages.final if after is None else self.stages.after(after)
+        return program if rank is None else program.localized(rank)
 
     def diff(self, name: str) -> str:
         """Unified diff of the program's text across one pass; empty if it changed nothing."""
@@ -130,6 +133,7 @@ def trace(
     *,
     tp: int = 1,
     dtype: torch.dtype | str | None = None,
+    kv_dtype: torch.dtype | str | None = None,
     passes: Sequence[Pass] | None = None,
     without: Iterable[str] = (),
     stop_after: str | None = None,
@@ -143,6 +147,9 @@ def trace(
     """Capture a model and run the passes; no weights are read and nothing is lowered. See :func:`compile`."""
     _check_tp(tp)
     chosen = select(PIPELINE if passes is None else passes, without=without, stop_after=stop_after)
+    if kv_dtype is not None:
+        kept = functools.partial(page_attention, kv_dtype=_dtype(kv_dtype))
+        chosen = [kept if function is page_attention else function for function in chosen]
     source = resolve(model, dtype=_dtype(dtype), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     folder = dump if dump is not None else os.environ.get("GRAPHSRT_DUMP")
     dump_folder = DumpFolder(Path(folder)) if folder else None
@@ -184,7 +191,8 @@ def compile(
 
     ``tp``: ranks that the model is divided over (default 1, under ``torchrun`` the world size).
     ``ranks``: None starts ``tp`` processes, or uses the process group of ``torchrun``; ``"simulated"`` runs all ranks
-    in this process, eagerly. ``dtype``: of weights and activations (default the model's own).
+    in this process, eagerly. ``dtype``: of weights and activations (default the model's own); ``kv_dtype``: of cached
+    keys and values (default ``dtype``).
     ``backend``: "inductor", or "eager" to run the program node by node; neither stands in for the other.
     ``passes``: the pipeline (default ``graphsrt.passes.PIPELINE``); ``without``: names to leave out; ``stop_after``:
     the last pass to run. ``strict``: a linear left whole on every rank is an error. ``dump``: folder for the text
@@ -196,11 +204,11 @@ def compile(
     ValueError for an argument out of range, CompileError for a model that cannot be compiled, CheckpointError for
     weights that are missing, damaged or left over, RankError if a rank process fails.
     """
-    group_size = _group_size()
-    _check_options(ranks, backend, experts, device, kv_dtype, page_size, max_running, max_tokens_per_step)
+    group_size = _group_size(device or "cpu")
+    _check_options(ranks, backend, experts, device, page_size, max_running, max_tokens_per_step)
     tp = tp if tp is not None else (group_size if group_size and ranks is None else 1)
     traced = trace(
-        model, tp=tp, dtype=dtype, passes=passes, without=without, stop_after=stop_after, strict=strict, dump=dump,
+        model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, passes=passes, without=without, stop_after=stop_after, strict=strict, dump=dump,
         context_length=context_length, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     )  # fmt: skip
     source, stages = traced.source, traced.stages
@@ -301,7 +309,7 @@ def _compile_once(program: Program, group_size: int, progress: bool) -> CompileS
     if group_size > 1 and torch.distributed.get_rank() != 0:
         torch.distributed.barrier()
         return compile_regions(program)
-    with _bar("compile", progress) as tell:
+    with _Bar("compile", progress) as tell:
         stats = compile_regions(program, progress=tell)
     if group_size > 1:
         torch.distributed.barrier()
@@ -318,7 +326,7 @@ def _executor(
     if group_size:
         return _group_executor(program, checkpoint, sizes, tp, backend, device, group_size)
     if tp == 1:
-        with _bar("load", progress) as tell:
+        with _Bar("load", progress) as tell:
             return LocalExecutor(rank_runner(program, 0, None, checkpoint, sizes, backend=backend, device=device, progress=tell))
     fds: list[int] = []
     if isinstance(checkpoint, StateDictCheckpoint) and source.module is not None:
@@ -327,7 +335,7 @@ def _executor(
     try:
         text = str(program)
         init = RankInit(text, text_hash(program), checkpoint.spec(), sizes, backend, device)
-        with _bar("load", progress) as tell:
+        with _Bar("load", progress) as tell:
             return WorkersExecutor(
                 tp, "graphsrt.runtime.model_runner:create", pickle.dumps(init), fds=fds, device=device,
                 threads_per_rank=threads, progress=lambda rank, done, total, label: tell(done, total, label) if rank == 0 else None,
@@ -346,6 +354,9 @@ def _group_executor(program: Program, checkpoint: Any, sizes: EngineSizes, tp: i
 
     if size != tp:
         raise ValueError(explain("tp must be the number of processes that torchrun started", expected=str(size), got=str(tp)))
+    if torch.device(device).type == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(device)
     collectives = ProcessCollectives.over_world()
     runner = rank_runner(program, collectives.rank, collectives, checkpoint, sizes, backend=backend, device=device)
     return GroupExecutor(collectives, runner)
@@ -354,13 +365,12 @@ def _group_executor(program: Program, checkpoint: Any, sizes: EngineSizes, tp: i
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _group_size() -> int:
+def _group_size(device: str) -> int:
     """Size of the process group that ``torchrun`` (or the caller) has set up; 0 if there is none."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     if "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        torch.distributed.init_process_group(backend)
+        torch.distributed.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo")
         return torch.distributed.get_world_size()
     return 0
 
@@ -370,7 +380,7 @@ def _check_tp(tp: Any) -> None:
         raise ValueError(explain("tp is the number of ranks", expected="an integer of at least 1", got=repr(tp)))
 
 
-def _check_options(ranks: Any, backend: str, experts: str, device: str | None, kv_dtype: Any, page: int, running: int, step: int) -> None:
+def _check_options(ranks: Any, backend: str, experts: str, device: str | None, page: int, running: int, step: int) -> None:
     if ranks not in (None, "simulated"):
         raise ValueError(explain("ranks says where ranks run", expected="None or 'simulated'", got=repr(ranks)))
     if backend not in ("inductor", "eager"):
@@ -381,8 +391,6 @@ def _check_options(ranks: Any, backend: str, experts: str, device: str | None, k
         raise ValueError(explain("no such device", expected="'cpu' or 'cuda'", got=repr(device)))
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(explain("there is no CUDA device here", got=f"torch {torch.__version__}", hint="use device='cpu'"))
-    if kv_dtype is not None:
-        raise ValueError(explain("kv_dtype cannot be chosen yet; keys and values are kept in the model's dtype", got=repr(kv_dtype)))
     for name, value in (("page_size", page), ("max_running", running), ("max_tokens_per_step", step)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(explain(f"{name} must be a positive integer", got=repr(value)))
@@ -402,7 +410,7 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-class _bar:
+class _Bar:
     """A progress bar that is told ``(done, total, label)``; silent unless asked for."""
 
     def __init__(self, label: str, show: bool):

@@ -36,7 +36,7 @@ import torch.fx as fx
 
 from graphsrt.placement import Layout, Partial, Placement, Replicate, Shard
 from graphsrt.program import Input, PassReport, Program, Shapes, Weight, aten, target_name
-from graphsrt.recipes import Cat, Ckpt, Const, OnOwner, Recipe, RopeTable, ShardOf, ShardStart, Transpose
+from graphsrt.recipes import Cat, Ckpt, Const, OnOwner, Recipe, RopeTable, ShardOf, ShardStart, Take, Transpose
 
 DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64,
@@ -171,6 +171,9 @@ def recipe_text(recipe: Recipe, *, short: bool = False) -> str:
             case ShardOf(x, dim, layout, unowned):
                 last = "" if short and unowned == "copy" else f", unowned={json.dumps(unowned)}"
                 return f"shard({text(x)}, dim={dim}, layout={layout_of(layout)}{last})"
+            case Take(x, dim, addresses, unowned):
+                spans = ", ".join(json.dumps(span) for span in addresses)
+                return f"take({text(x)}, dim={dim}, addresses=[{spans}], unowned={json.dumps(unowned)})"
             case Cat(parts, dim):
                 return f"cat([{', '.join(text(part) for part in parts)}], dim={dim})"
             case Transpose(x, dim0, dim1):

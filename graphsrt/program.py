@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from graphsrt import ops
 from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Placement
-from graphsrt.recipes import Recipe
+from graphsrt.recipes import Recipe, localize
 
 aten = torch.ops.aten
 Target = Callable[..., Any]
@@ -369,6 +369,20 @@ class Program:
             if node.op == "get_attr":
                 other._weight_nodes[str(node.target)] = twin
         return other
+
+    def localized(self, rank: int, axis: str = "tp") -> Program:
+        """A copy in one rank's terms: recipes name the slices that it reads, placements are gone."""
+        ranks = self.mesh.get(axis, 1)
+        if not 0 <= rank < ranks:
+            raise ValueError(explain(f"rank {rank} is not on the {axis} axis", expected=f"0 to {ranks - 1}"))
+        local = self.copy()
+        local.constants = {**self.constants, "rank": rank}
+        for weight in local.weights.values():
+            weight.recipe = localize(weight.recipe, rank, weight.shape[0] if weight.shape else 1)
+            weight.placement = None
+        for node in local.graph.nodes:
+            node.meta.pop("placement", None)
+        return local
 
     def lint(self) -> None:
         """Structure that must hold after every pass; ``AssertionError``-free: raises CompileError."""

@@ -7,13 +7,13 @@ innermost, ``cat([shard(a), shard(b)])``, so that a fused weight never needs the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from graphsrt.placement import Layout
+from graphsrt.placement import Layout, Run
 
 
 class TensorSource(Protocol):
@@ -46,6 +46,17 @@ class ShardOf(Recipe):
     x: Recipe
     dim: int
     layout: Layout
+    unowned: str = "copy"
+
+
+@dataclass(frozen=True)
+class Take(Recipe):
+    """One rank's part spelled out: ``addresses`` of dimension ``dim`` in order, ``"0:192"`` or ``"~192:256"`` for those
+    that the rank does not own, which become zero with ``unowned="zero"``. What :func:`localize` makes of a shard."""
+
+    x: Recipe
+    dim: int
+    addresses: tuple[str, ...]
     unowned: str = "copy"
 
 
@@ -105,7 +116,7 @@ def leaves(recipe: Recipe) -> Iterator[str]:
     match recipe:
         case Ckpt(name):
             yield name
-        case ShardOf(x) | Transpose(x) | OnOwner(x):
+        case ShardOf(x) | Take(x) | Transpose(x) | OnOwner(x):
             yield from leaves(x)
         case Cat(parts):
             for part in parts:
@@ -119,6 +130,8 @@ def rename(recipe: Recipe, names: Callable[[str], str]) -> Recipe:
             return Ckpt(names(name))
         case ShardOf(x, dim, layout, unowned):
             return ShardOf(rename(x, names), dim, layout, unowned)
+        case Take(x, dim, addresses, unowned):
+            return Take(rename(x, names), dim, addresses, unowned)
         case Transpose(x, dim0, dim1):
             return Transpose(rename(x, names), dim0, dim1)
         case OnOwner(x):
@@ -126,6 +139,28 @@ def rename(recipe: Recipe, names: Callable[[str], str]) -> Recipe:
         case Cat(parts, dim):
             return Cat(tuple(rename(p, names) for p in parts), dim)
     return recipe
+
+
+def localize(recipe: Recipe, rank: int, size: int) -> Recipe:
+    """What the recipe means on one rank, without layouts. ``size`` is the length of the weight's first dimension."""
+    match recipe:
+        case ShardOf(x, dim, layout, unowned):
+            spans = tuple(f"{'' if r.owned else '~'}{r.start}:{r.start + r.length}" for r in layout.runs[rank])
+            return Take(localize(x, rank, size), dim, spans, unowned)
+        case Cat(parts, dim):
+            return Cat(tuple(localize(part, rank, size) for part in parts), dim)
+        case Transpose(x, dim0, dim1):
+            return Transpose(localize(x, rank, size), dim0, dim1)
+        case OnOwner(x):
+            return x if rank == 0 else Take(x, 0, (f"~0:{size}",), "zero")
+        case ShardStart(layout):
+            return Const((1,), (float(_first_owned(layout, rank)),))
+    return recipe
+
+
+def _first_owned(layout: Layout, rank: int) -> int:
+    first = layout.runs[rank][0]
+    return first.start if first.owned else layout.size
 
 
 def evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtype) -> torch.Tensor:
@@ -138,7 +173,9 @@ def _evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtyp
         case Ckpt(name):
             return source.read(name)
         case ShardOf(x, dim, layout, unowned):
-            return _shard(x, dim, layout, unowned, rank, source, dtype)
+            return _take(x, dim, layout.runs[rank], unowned, rank, source, dtype)
+        case Take(x, dim, addresses, unowned):
+            return _take(x, dim, [_span(text) for text in addresses], unowned, rank, source, dtype)
         case Cat(parts, dim):
             return torch.cat([_evaluate(p, rank, source, dtype).to(dtype) for p in parts], dim)
         case Transpose(x, dim0, dim1):
@@ -147,8 +184,7 @@ def _evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtyp
             value = _evaluate(x, rank, source, dtype)
             return value if rank == 0 else torch.zeros_like(value)
         case ShardStart(layout):
-            first = layout.runs[rank][0]
-            return torch.tensor([first.start if first.owned else layout.size])
+            return torch.tensor([_first_owned(layout, rank)])
         case Const(shape, values):
             return torch.tensor(values, dtype=torch.float64).reshape(shape)
         case RopeTable():
@@ -163,16 +199,20 @@ def rope_table(recipe: RopeTable) -> torch.Tensor:
     return torch.cat([angles.cos() * recipe.scaling, angles.sin() * recipe.scaling], dim=-1)
 
 
-def _shard(
-    x: Recipe, dim: int, layout: Layout, unowned: str, rank: int, source: TensorSource, dtype: torch.dtype
+def _span(text: str) -> Run:
+    start, end = (int(number) for number in text.lstrip("~").split(":"))
+    return Run(start, end - start, not text.startswith("~"))
+
+
+def _take(
+    x: Recipe, dim: int, runs: Sequence[Run], unowned: str, rank: int, source: TensorSource, dtype: torch.dtype
 ) -> torch.Tensor:
-    if isinstance(x, Transpose):  # push the shard inwards: the checkpoint's own dimension is the one to slice
+    if isinstance(x, Transpose):  # push the slices inwards: the checkpoint's own dimension is the one to cut
         swapped = {x.dim0: x.dim1, x.dim1: x.dim0}.get(dim, dim)
-        inner = _shard(x.x, swapped, layout, unowned, rank, source, dtype)
-        return inner.transpose(x.dim0, x.dim1)
+        return _take(x.x, swapped, runs, unowned, rank, source, dtype).transpose(x.dim0, x.dim1)
     whole = None if isinstance(x, Ckpt) else _evaluate(x, rank, source, dtype)
     pieces = []
-    for run in layout.runs[rank]:
+    for run in runs:
         index = slice(run.start, run.start + run.length)
         if whole is not None:
             piece = whole.narrow(dim, run.start, run.length)
@@ -180,7 +220,5 @@ def _shard(
             assert isinstance(x, Ckpt)
             ndim = len(source.shape(x.name))
             piece = source.read(x.name, tuple(index if d == dim else slice(None) for d in range(ndim)))
-        if unowned == "zero" and not run.owned:
-            piece = torch.zeros_like(piece)
-        pieces.append(piece)
+        pieces.append(torch.zeros_like(piece) if unowned == "zero" and not run.owned else piece)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

@@ -21,13 +21,14 @@ from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Layout, Partial, Placement, R, Shard
 from graphsrt.printer import DTYPES, NAME, SEPARATOR, derived_module, type_text
 from graphsrt.program import Input, NearMiss, PassReport, Program, Weight, target_from_name
-from graphsrt.recipes import Cat, Ckpt, Const, OnOwner, Recipe, RopeTable, ShardOf, ShardStart, Transpose
+from graphsrt.recipes import Cat, Ckpt, Const, OnOwner, Recipe, RopeTable, ShardOf, ShardStart, Take, Transpose
 from graphsrt.text_line import Line, parse_layout
 
 # recipe name -> its class, and (argument, type, default) in order; a default of ... means none
 _RECIPES: dict[str, tuple[type[Recipe], tuple[tuple[str, type, Any], ...]]] = {
     "ckpt": (Ckpt, (("name", str, ...),)),
     "shard": (ShardOf, (("x", Recipe, ...), ("dim", int, ...), ("layout", Layout, ...), ("unowned", str, "copy"))),
+    "take": (Take, (("x", Recipe, ...), ("dim", int, ...), ("addresses", list, ...), ("unowned", str, "copy"))),
     "cat": (Cat, (("parts", list, ...), ("dim", int, ...))),
     "transpose": (Transpose, (("x", Recipe, ...), ("dim0", int, ...), ("dim1", int, ...))),
     "on_owner": (OnOwner, (("x", Recipe, ...),)),
@@ -298,6 +299,10 @@ def _tuple(line: Line, recipe: str, items: list[Any]) -> tuple[Any, ...]:
     if recipe == "cat":
         if not items or not all(isinstance(item, Recipe) for item in items):
             line.error("cat puts recipes side by side", expected="cat([recipe, …], dim=…)")
+        return tuple(items)
+    if recipe == "take":
+        if not all(isinstance(item, str) and re.fullmatch(r"~?\d+:\d+", item) for item in items):
+            line.error("take lists spans of addresses", expected='addresses=["0:192", "~192:256"]')
         return tuple(items)
     if not all(isinstance(item, (int, float)) for item in items):
         line.error(f"a list in {recipe} holds something that is no number")

@@ -17,6 +17,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphsrt
+from graphsrt.models.checkpoint import StateDictCheckpoint
+from graphsrt.recipes import evaluate
 
 CONFIG = dict(
     vocab_size=67, hidden_size=108, intermediate_size=41, num_hidden_layers=3, num_attention_heads=9,
@@ -165,6 +167,27 @@ def test_float64_is_float64_throughout() -> None:
         assert logits.dtype == torch.float64 and compiled.program().dtype == torch.float64
         with graphsrt.compile(model, backend="eager") as single:
             assert (logits - single.logits(IDS)).abs().max() <= 1e-12
+
+
+def test_keys_and_values_in_another_dtype(model: LlamaForCausalLM) -> None:
+    with graphsrt.compile(model, backend="eager", kv_dtype="bfloat16") as compiled:
+        assert compiled.program().inputs["kv_pool"].dtype == torch.bfloat16
+        error = (compiled.logits(IDS) - _expected(model, IDS)).abs().max() / _expected(model, IDS).abs().max()
+    assert 1e-6 < error < 3e-2  # keys and values are rounded to 8 bits of mantissa, nothing else is
+
+
+def test_one_rank_in_its_own_terms(model: LlamaForCausalLM) -> None:
+    traced = graphsrt.trace(model, tp=4)
+    for rank in range(4):
+        local = traced.program(rank=rank)
+        assert "shard(" not in str(local)
+        again = graphsrt.Program.from_text(str(local))
+        source = StateDictCheckpoint(model.state_dict())
+        for name, weight in traced.program().weights.items():
+            mine = evaluate(weight.recipe, rank, source, weight.dtype)
+            assert torch.equal(evaluate(again.weights[name].recipe, 0, source, weight.dtype), mine), name
+    with pytest.raises(ValueError, match="0 to 3"):
+        traced.program(rank=4)
 
 
 def test_a_config_gives_a_program_and_nothing_to_run() -> None:

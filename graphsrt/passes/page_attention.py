@@ -31,8 +31,10 @@ BATCH_INPUTS: dict[str, Input] = {
 """``num_reqs``, ``max_context``, ``slots``: sizes of the engine's tables; ``B`` sequences, ``B1`` = B + 1."""
 
 
-def page_attention(program: Program, *, near_misses: list[NearMiss] | None = None) -> int:
-    """Turn every attention into its paged form; the count is of attention operators."""
+def page_attention(
+    program: Program, *, kv_dtype: torch.dtype | None = None, near_misses: list[NearMiss] | None = None
+) -> int:
+    """Turn every attention into its paged form; the count is of attention operators. ``kv_dtype``: of the pool."""
     nodes = program.calls(ops.attention)
     if not nodes:
         return 0
@@ -51,7 +53,7 @@ def page_attention(program: Program, *, near_misses: list[NearMiss] | None = Non
     first = arguments(nodes[0])["k"]
     place = first.meta.get("placement")
     pool_shape = (layers, 2, "slots", kv_heads, head_size)
-    pool = program.add_input("kv_pool", Input(pool_shape, first.meta["val"].dtype, "kv_pool"))
+    pool = program.add_input("kv_pool", Input(pool_shape, kv_dtype or first.meta["val"].dtype, "kv_pool"))
     batch = [program.add_input(name, item) for name, item in BATCH_INPUTS.items()]
     if place is not None:
         for node in (pool, *batch):
