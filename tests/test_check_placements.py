@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from operator import getitem
 
 import pytest
 import torch
@@ -93,8 +94,9 @@ def _block(paged: bool = False) -> Program:
         pool = program.add_input("kv_pool", Input((1, 2, "slots", kv.local_size, D), torch.float64, "kv_pool"))
         pool.meta["placement"] = Shard(3, kv)
         batch = []
-        for name, shape in (("a", ("N", "C")), ("b", ("B",)), ("c", ("B",)), ("d", ("B1",)), ("f", ("T",))):
-            batch.append(program.add_input(f"batch_{name}", Input(shape, torch.int64, f"forward_batch.{name}")))
+        sizes: dict[str, tuple[int | str, ...]] = {"a": ("N", "C"), "b": ("B",), "c": ("B",), "d": ("B1",), "f": ("T",)}
+        for name, size in sizes.items():
+            batch.append(program.add_input(f"batch_{name}", Input(size, torch.int64, f"forward_batch.{name}")))
             batch[-1].meta["placement"] = R
         y = _call(program, ops.radix_attention, parts["q"], parts["k"], parts["v"], pool, *batch, name="attn",
                   place=Shard(1, query), layer_id=0, scale=0.5)  # fmt: skip
@@ -104,14 +106,9 @@ def _block(paged: bool = False) -> Program:
     y = _call(program, aten.view.default, y, [-1, a], name="attn_flat", place=Shard(1, q))
     y = _call(program, aten.linear.default, y, wo, bo, name="o", place=Partial("sum"))
     y = _call(program, ops.all_reduce, y, axis="tp", name="o_sum", place=R)
-    n2, h2 = (
-        _call(program, ops.add_rms_norm, y, h, norm, eps=1e-6, cast="before_weight", name="an", place=(R, R)),
-        None,
-    )
-    from operator import getitem
-
-    m = _call(program, getitem, n2, 0, name="m", place=R)
-    h2 = _call(program, getitem, n2, 1, name="h2", place=R)
+    pair = _call(program, ops.add_rms_norm, y, h, norm, eps=1e-6, cast="before_weight", name="an", place=(R, R))
+    m = _call(program, getitem, pair, 0, name="m", place=R)
+    h2 = _call(program, getitem, pair, 1, name="h2", place=R)
     gu = _call(program, aten.linear.default, m, wgu, name="gu", place=Shard(1, gate_up))
     act = _call(program, ops.silu_mul, gu, name="act", place=Shard(1, mlp))
     d = _call(program, aten.linear.default, act, wd, name="d", place=Partial("sum"))

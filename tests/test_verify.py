@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from graphsrt import ops
 from graphsrt.capture import capture, meta_model
 from graphsrt.errors import CompileError
 from graphsrt.miniature import miniature
-from graphsrt.passes import PIPELINE
+from graphsrt.passes import PIPELINE as PASSES
 from graphsrt.passes.runner import Stages, run
 from graphsrt.placement import Layout, Partial, R, Run, Shard
 from graphsrt.program import Program, arguments, aten
 from graphsrt.verify import TOLERANCE, VerifyReport, gather, promoted, verify, verify_stages
 from tests.support import tiny
 
+PIPELINE: list[Any] = list(PASSES)
 TOKENS = (1, 3, 7)
 
 
@@ -119,7 +121,7 @@ def test_pages_of_another_layer() -> None:
     config = tiny.config("llama", 2, 1, layers=2)
     program = capture(meta_model(config, tiny.FAMILIES["llama"][1], torch.float64), context_length=tiny.CONTEXT)
     program.mesh = {"tp": 2}
-    stages = run(program, PIPELINE[: [f.__name__ for f in PIPELINE].index("page_attention") + 1])  # type: ignore[attr-defined]
+    stages = run(program, PIPELINE[: [f.__name__ for f in PIPELINE].index("page_attention") + 1])
     final = stages.final.copy()
     wrong_layer(final)
     report = verify_stages([stages.programs[0], stages.programs[-1], ("wrong", final)], tokens=(7,))
@@ -147,7 +149,7 @@ def test_large_config_is_verified_as_a_miniature() -> None:
     assert (small.num_attention_heads, small.num_key_value_heads, small.num_hidden_layers) == (128, 8, 2)
     assert small.vocab_size % 16 == 0 and small.vocab_size < 200
     assert len({small.vocab_size, small.hidden_size, small.intermediate_size}) == 3
-    wanted = [f for f in PIPELINE if f.__name__ in (  # type: ignore[attr-defined]
+    wanted = [f for f in PIPELINE if f.__name__ in (
         "normalize", "recognize_rms_norm", "recognize_rope", "recognize_gated_mlp", "shard_tensor_parallel",
     )]  # fmt: skip
     assert config.num_hidden_layers == 126
