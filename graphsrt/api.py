@@ -68,7 +68,9 @@ class Traced:
 class CompiledModel(Traced):
     """A program with an engine that runs it. Close it, or use it as a context manager."""
 
-    def __init__(self, source: ModelSource, stages: Stages, engine: Engine | None, executor: Any, why_no_engine: str = ""):
+    def __init__(
+        self, source: ModelSource, stages: Stages, engine: Engine | None, executor: Any, why_no_engine: str = ""
+    ):
         super().__init__(source, stages)
         self.engine = engine
         self._executor = executor
@@ -104,7 +106,9 @@ class CompiledModel(Traced):
         """
         engine = self._require_engine()
         single = isinstance(input_ids, torch.Tensor) and input_ids.dim() == 1
-        single = single or (not isinstance(input_ids, torch.Tensor) and len(input_ids) > 0 and isinstance(input_ids[0], int))
+        single = single or (
+            not isinstance(input_ids, torch.Tensor) and len(input_ids) > 0 and isinstance(input_ids[0], int)
+        )
         sequences = [input_ids] if single else list(input_ids)
         lists = [s.tolist() if isinstance(s, torch.Tensor) else [int(t) for t in s] for s in sequences]
         results = self._executor.run(lambda: engine.logits(lists))
@@ -208,8 +212,9 @@ def compile(
     _check_options(ranks, backend, experts, device, page_size, max_running, max_tokens_per_step)
     tp = tp if tp is not None else (group_size if group_size and ranks is None else 1)
     traced = trace(
-        model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, passes=passes, without=without, stop_after=stop_after, strict=strict, dump=dump,
-        context_length=context_length, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+        model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, passes=passes, without=without, stop_after=stop_after,
+        strict=strict, dump=dump, context_length=context_length, trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
     )  # fmt: skip
     source, stages = traced.source, traced.stages
     if verify:
@@ -225,7 +230,9 @@ def compile(
     stats = None
     if backend == "inductor" and ranks != "simulated":
         stats = _compile_once(program, group_size, progress)
-    executor = _executor(source, program, sizes, tp, ranks, backend, device or "cpu", group_size, threads_per_rank, progress)
+    executor = _executor(
+        source, program, sizes, tp, ranks, backend, device or "cpu", group_size, threads_per_rank, progress
+    )
     engine = Engine(
         executor, source.tokenizer, source.eos_token_ids, sizes.context_length, sizes.num_pages, page_size,
         vocab_size=program.constants["vocab_size"], max_running=sizes.max_running,
@@ -248,7 +255,9 @@ def verify(
     _check_tp(tp)
     chosen = select(PIPELINE if passes is None else passes, without=without)
     source = resolve(model)
-    return run_verify(source.module if source.module is not None else source.config, tp=tp, passes=chosen, strict=strict)
+    return run_verify(
+        source.module if source.module is not None else source.config, tp=tp, passes=chosen, strict=strict
+    )
 
 
 # -- the stages --------------------------------------------------------------------------------------------------------
@@ -280,7 +289,10 @@ def _untie(model: torch.nn.Module, source: ModelSource) -> None:
         module = model.get_submodule(owner)
         if name in wanted:
             setattr(module, leaf, model.get_parameter(wanted[name]))
-        elif sum(parameter is other for _, other in model.named_parameters(remove_duplicate=False)) > 1 and name not in wanted.values():
+        elif (
+            sum(parameter is other for _, other in model.named_parameters(remove_duplicate=False)) > 1
+            and name not in wanted.values()
+        ):
             setattr(module, leaf, torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False))
 
 
@@ -295,11 +307,15 @@ def _with_checkpoint_names(stages: Stages, source: ModelSource) -> Program:
     return stages.final
 
 
-def _sizes(program: Program, page_size: int, max_total_tokens: int | None, max_running: int, per_step: int) -> EngineSizes:
+def _sizes(
+    program: Program, page_size: int, max_total_tokens: int | None, max_running: int, per_step: int
+) -> EngineSizes:
     context = program.constants["context_length"]
     tokens = max_total_tokens if max_total_tokens is not None else max(context, 16384)
     if tokens < page_size:
-        raise ValueError(explain("max_total_tokens is less than a page", expected=f"at least {page_size}", got=str(tokens)))
+        raise ValueError(
+            explain("max_total_tokens is less than a page", expected=f"at least {page_size}", got=str(tokens))
+        )
     pages = 1 + -(-tokens // page_size)  # page 0 is reserved
     return EngineSizes(min(max_running, per_step), context, page_size, pages)
 
@@ -327,7 +343,9 @@ def _executor(
         return _group_executor(program, checkpoint, sizes, tp, backend, device, group_size)
     if tp == 1:
         with _Bar("load", progress) as tell:
-            return LocalExecutor(rank_runner(program, 0, None, checkpoint, sizes, backend=backend, device=device, progress=tell))
+            return LocalExecutor(
+                rank_runner(program, 0, None, checkpoint, sizes, backend=backend, device=device, progress=tell)
+            )
     fds: list[int] = []
     if isinstance(checkpoint, StateDictCheckpoint) and source.module is not None:
         fd = write_safetensors_memfd({name: checkpoint.read(name) for name in _needed(program)})
@@ -336,9 +354,14 @@ def _executor(
         text = str(program)
         init = RankInit(text, text_hash(program), checkpoint.spec(), sizes, backend, device)
         with _Bar("load", progress) as tell:
+
+            def tell_of_rank_0(rank: int, done: int, total: int, label: str) -> None:
+                if rank == 0:
+                    tell(done, total, label)
+
             return WorkersExecutor(
                 tp, "graphsrt.runtime.model_runner:create", pickle.dumps(init), fds=fds, device=device,
-                threads_per_rank=threads, progress=lambda rank, done, total, label: tell(done, total, label) if rank == 0 else None,
+                threads_per_rank=threads, progress=tell_of_rank_0,
             )  # fmt: skip
     finally:
         for fd in fds:  # the ranks have loaded, or the start failed
@@ -349,11 +372,15 @@ def _needed(program: Program) -> list[str]:
     return sorted({leaf for weight in program.weights.values() for leaf in leaves(weight.recipe)})
 
 
-def _group_executor(program: Program, checkpoint: Any, sizes: EngineSizes, tp: int, backend: str, device: str, size: int) -> GroupExecutor:
+def _group_executor(
+    program: Program, checkpoint: Any, sizes: EngineSizes, tp: int, backend: str, device: str, size: int
+) -> GroupExecutor:
     from graphsrt.lowering.collectives import ProcessCollectives
 
     if size != tp:
-        raise ValueError(explain("tp must be the number of processes that torchrun started", expected=str(size), got=str(tp)))
+        raise ValueError(
+            explain("tp must be the number of processes that torchrun started", expected=str(size), got=str(tp))
+        )
     if torch.device(device).type == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
@@ -380,7 +407,9 @@ def _check_tp(tp: Any) -> None:
         raise ValueError(explain("tp is the number of ranks", expected="an integer of at least 1", got=repr(tp)))
 
 
-def _check_options(ranks: Any, backend: str, experts: str, device: str | None, page: int, running: int, step: int) -> None:
+def _check_options(
+    ranks: Any, backend: str, experts: str, device: str | None, page: int, running: int, step: int
+) -> None:
     if ranks not in (None, "simulated"):
         raise ValueError(explain("ranks says where ranks run", expected="None or 'simulated'", got=repr(ranks)))
     if backend not in ("inductor", "eager"):
@@ -390,7 +419,9 @@ def _check_options(ranks: Any, backend: str, experts: str, device: str | None, p
     if device is not None and torch.device(device).type not in ("cpu", "cuda"):
         raise ValueError(explain("no such device", expected="'cpu' or 'cuda'", got=repr(device)))
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(explain("there is no CUDA device here", got=f"torch {torch.__version__}", hint="use device='cpu'"))
+        raise ValueError(
+            explain("there is no CUDA device here", got=f"torch {torch.__version__}", hint="use device='cpu'")
+        )
     for name, value in (("page_size", page), ("max_running", running), ("max_tokens_per_step", step)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(explain(f"{name} must be a positive integer", got=repr(value)))

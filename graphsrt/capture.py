@@ -32,8 +32,10 @@ MAX_CONSTANT_VALUES = 65536
 """Largest computed buffer that is written out in program text; anything bigger belongs in the checkpoint."""
 
 # Arguments that transformers passes to an attention function and that say nothing about the result here.
-_IRRELEVANT = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
-               "dropout", "past_key_values", "past_key_value", "logits_to_keep", "inputs_embeds"}  # fmt: skip
+_IRRELEVANT = {
+    "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
+    "dropout", "past_key_values", "past_key_value", "logits_to_keep", "inputs_embeds",
+}  # fmt: skip
 
 
 def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -68,7 +70,9 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
         if item is not None and item is not False and name not in _IRRELEVANT:
             raise refuse(f"the argument {name}", tuple(item.shape) if isinstance(item, torch.Tensor) else item)
     if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
-        raise refuse("heads in whole groups", f"{query.shape[1]} query, {key.shape[1]} key, {value.shape[1]} value heads")
+        raise refuse(
+            "heads in whole groups", f"{query.shape[1]} query, {key.shape[1]} key, {value.shape[1]} value heads"
+        )
     out = ops.attention(
         query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
         layer_id=layer, scale=float(scale if scale is not None else query.shape[-1] ** -0.5),
@@ -148,8 +152,13 @@ def meta_model(config: Any, model_class: type, dtype: torch.dtype) -> nn.Module:
         for name in unfilled:
             buffer = module._buffers[name]
             if (torch.isnan(buffer) if buffer.is_floating_point() else buffer == -(2**31)).any():
-                raise CompileError(f"buffer {name} of {type(module).__name__} is computed when the model is built, but "
-                                   "transformers cannot recompute it; pass a model in memory instead of a config")  # fmt: skip
+                raise CompileError(
+                    explain(
+                        f"buffer {name} of {type(module).__name__} is computed when the model is built, "
+                        "but transformers cannot compute it again",
+                        hint="pass a model in memory instead of a config",
+                    )
+                )
     return model.eval()
 
 
@@ -189,7 +198,7 @@ def fix_rope(model: nn.Module, context_length: int) -> None:
             module.forward = inspect.unwrap(type(module).forward).__get__(module)
 
 
-def capture(model: nn.Module, *, context_length: int, name: str | None = None) -> Program:
+def capture(model: Any, *, context_length: int, name: str | None = None) -> Program:
     """Export a causal LM (:func:`meta_twin` or :func:`meta_model`; it is modified) as a :class:`Program`.
 
     Raises CompileError where the model does something that a served program cannot keep: attention outside the
@@ -210,7 +219,7 @@ def capture(model: nn.Module, *, context_length: int, name: str | None = None) -
                 module._buffers[key] = buffer.to("meta")
     try:
         exported = _export(_Flattened(model), config)
-        program = _convert(exported, model, constants, name or getattr(config, "model_type", "model"))
+        program = _convert(exported, model, constants, name or str(getattr(config, "model_type", "model")))
     except CompileError as error:
         if getattr(model, "_supports_attention_backend", True):
             raise
@@ -268,7 +277,9 @@ def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _convert(exported: torch.export.ExportedProgram, model: nn.Module, constants: dict[str, torch.Tensor], name: str) -> Program:
+def _convert(
+    exported: torch.export.ExportedProgram, model: nn.Module, constants: dict[str, torch.Tensor], name: str
+) -> Program:
     program = Program(name)
     prefix = getattr(model, "base_model_prefix", "")
     canonical = _canonical_names(model)
@@ -283,7 +294,9 @@ def _convert(exported: torch.export.ExportedProgram, model: nn.Module, constants
                 values[node] = program.add_input(node.name, Input(("T",), torch.int64, node.name))
                 continue
             if node.name not in parameters:
-                raise CompileError(f"the captured graph has an input {node.name} that is neither a weight nor a token input")
+                raise CompileError(
+                    f"the captured graph has an input {node.name} that is neither a weight nor a token input"
+                )
             fqn = canonical.get(parameters[node.name].removeprefix("net."), parameters[node.name].removeprefix("net."))
             value = node.meta["val"]
             if fqn in constants:
@@ -308,7 +321,7 @@ def _convert(exported: torch.export.ExportedProgram, model: nn.Module, constants
 
 
 def _convert_call(program: Program, node: fx.Node, values: dict[fx.Node, Any], prefix: str) -> fx.Node | None:
-    val = node.meta.get("val")
+    val: Any = node.meta.get("val")
     if node.target in (aten._assert_scalar.default, aten._assert_tensor_metadata.default):
         return None
     if val is not None and not isinstance(val, (torch.Tensor, list, tuple)):
@@ -317,12 +330,13 @@ def _convert_call(program: Program, node: fx.Node, values: dict[fx.Node, Any], p
     module, source = _origin(node, prefix)
     if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
         raise CompileError(explain(f"{node.target} cannot be part of a program", where=f"{module} {source}".strip()))
-    args = list(node.args)
+    args: list[Any] = list(node.args)
     names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
     for index, argument in enumerate(names[: len(args)]):
         if argument in ("size", "shape") and isinstance(args[index], (list, tuple)):
             args[index] = _static_shape(val, node, module, source)
-    mapped, kwargs = fx.node.map_arg((tuple(args), dict(node.kwargs)), lambda a: _mapped(values, a, node, module, source))
+    given: Any = (tuple(args), dict(node.kwargs))
+    mapped, kwargs = fx.node.map_arg(given, lambda a: _mapped(values, a, node, module, source))
     kwargs = {key: ("cpu" if key == "device" else value) for key, value in kwargs.items()}
     mapped = tuple("cpu" if isinstance(a, torch.device) else a for a in mapped)
     leaf = node.target in (aten.linear.default, aten.embedding.default)
@@ -339,7 +353,7 @@ def _place(program: Program, target: Any, args: tuple, kwargs: dict, label: str,
 
 def _mapped(values: dict[fx.Node, Any], argument: fx.Node, node: fx.Node, module: str, source: str) -> Any:
     value = values[argument]
-    if isinstance(value, fx.Node) or isinstance(value, (int, float, bool)):
+    if isinstance(value, (fx.Node, int, float, bool)):
         return value
     raise CompileError(
         explain(
@@ -354,7 +368,9 @@ def _static_shape(val: torch.Tensor, node: fx.Node, module: str, source: str) ->
     sizes = [int(size) if isinstance(size, int) or size.node.expr.is_Integer else -1 for size in val.shape]
     if sizes.count(-1) > 1:
         raise CompileError(
-            explain(f"{node.target} makes a tensor with two dimensions of token length", where=f"{module} {source}".strip())
+            explain(
+                f"{node.target} makes a tensor with two dimensions of token length", where=f"{module} {source}".strip()
+            )
         )
     return sizes
 

@@ -5,8 +5,8 @@ lowering traces through it so that Inductor sees ordinary ATen code. Attention o
 it runs a kernel from ``lowering/kernels``. Collectives have no single-process meaning and are executed by whoever runs
 the program (``simulate.py`` for all ranks in one process, ``runtime/model_runner.py`` between processes).
 
-Shape letters: ``T`` tokens in the step, ``B`` sequences, ``E`` model width, ``F`` MLP width, ``H`` query heads, ``K`` KV
-heads, ``D`` head size, ``V`` vocabulary.
+Shape letters: ``T`` tokens in the step, ``B`` sequences, ``E`` model width, ``F`` MLP width, ``H`` query heads, ``K``
+KV heads, ``D`` head size, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def attention(
     "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pool, Tensor req_to_token, Tensor req_pool_indices, "
     "Tensor seq_lens, Tensor query_start_loc, Tensor out_cache_loc, *, int layer_id, float scale, "
     "int? sliding_window=None, float? softcap=None, Tensor? sinks=None) -> Tensor",
-    lambda q, k, v, kv_pool, *batch, layer_id, scale, sliding_window=None, softcap=None, sinks=None: q.new_empty(q.shape),
+    lambda q, k, v, kv_pool, *batch, layer_id, scale, sliding_window=None, softcap=None, sinks=None: q.new_empty(
+        q.shape
+    ),
     traced=False,
 )
 def radix_attention(

@@ -63,7 +63,9 @@ class Layout:
         end = 0
         for start, length in owned:
             if start != end:
-                raise ValueError(f"address {min(start, end)} of a layout is owned {'twice' if start < end else 'by no rank'}")
+                raise ValueError(
+                    f"address {min(start, end)} of a layout is owned {'twice' if start < end else 'by no rank'}"
+                )
             end = start + length
         return layout
 
@@ -112,15 +114,15 @@ class Layout:
 
     def scale(self, factor: int) -> Layout:
         """The layout after each address has become ``factor`` consecutive ones (heads -> channels)."""
-        return Layout(tuple(tuple(Run(r.start * factor, r.length * factor, r.owned) for r in rank) for rank in self.runs))
+        return Layout(
+            tuple(tuple(Run(r.start * factor, r.length * factor, r.owned) for r in rank) for rank in self.runs)
+        )
 
     def divide(self, unit: int) -> Layout:
         """The inverse of :meth:`scale` (channels -> heads). Raises ValueError if a run splits a unit."""
         if self.granularity % unit:
             raise ValueError(f"{self} does not hold whole units of {unit}")
-        return Layout.of(
-            [[Run(r.start // unit, r.length // unit, r.owned) for r in rank] for rank in self.runs]
-        )
+        return Layout.of([[Run(r.start // unit, r.length // unit, r.owned) for r in rank] for rank in self.runs])
 
     def window(self, start: int, end: int) -> tuple[int, int, Layout]:
         """Restrict to the global addresses ``[start, end)``: local start, local end, and the layout of the slice.

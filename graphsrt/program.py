@@ -4,7 +4,8 @@ The graph holds ``placeholder`` nodes for the inputs, ``get_attr`` nodes for the
 operators. A node's name is its name in the text (module path and role, dots included). Node meta:
 
 ``val``        fake tensor (or tuple of them) with this rank's local shape, dtype; ``T``, ``B`` and ``R`` are symbolic
-``placement``  :class:`~graphsrt.placement.Placement` on the ``tp`` axis (tuple for a tuple value); absent before sharding
+``placement``  :class:`~graphsrt.placement.Placement` on the ``tp`` axis (tuple for a tuple value); absent before
+               sharding
 ``module``     path of the module that computed the value in the original model ("" outside of any)
 ``source``     "file:line" in the model's code
 ``made_by``    names of the passes that created or replaced the node, oldest first
@@ -192,7 +193,9 @@ class Program:
     def count(self, target: Target | str) -> int:
         """How often an operator occurs; by overload or by name such as ``"graphsrt::silu_mul"``."""
         if isinstance(target, str):
-            return sum(target_name(n.target).split(".")[:2] == target.replace("::", ".").split(".")[:2] for n in self.nodes)
+            return sum(
+                target_name(n.target).split(".")[:2] == target.replace("::", ".").split(".")[:2] for n in self.nodes
+            )
         return len(self.calls(target))
 
     def weight_of(self, value: Any) -> Weight | None:
@@ -257,7 +260,13 @@ class Program:
         return node
 
     def call(
-        self, target: Target, *args: Any, name: str, before: fx.Node | None = None, like: fx.Node | None = None, **kwargs: Any
+        self,
+        target: Target,
+        *args: Any,
+        name: str,
+        before: fx.Node | None = None,
+        like: fx.Node | None = None,
+        **kwargs: Any,
     ) -> fx.Node:
         """Append (or insert ``before`` a node) a call; ``like`` gives module path, source line and provenance."""
         place = self.graph.inserting_before(before) if before is not None else self.graph.inserting_before(self._end())
@@ -265,7 +274,11 @@ class Program:
             node = self.graph.create_node("call_function", target, args, kwargs)
         node.name = self.fresh_name(name)
         meta = like.meta if like is not None else {}
-        node.meta = {"module": meta.get("module", ""), "source": meta.get("source", ""), "made_by": meta.get("made_by", ())}
+        node.meta = {
+            "module": meta.get("module", ""),
+            "source": meta.get("source", ""),
+            "made_by": meta.get("made_by", ()),
+        }
         return node
 
     def _end(self) -> fx.Node:
@@ -325,7 +338,7 @@ class Program:
     # -- shapes ---------------------------------------------------------------------------------------------------
 
     def infer(self, nodes: Iterable[fx.Node] | None = None) -> None:
-        """Compute ``val`` of the given nodes in order (default: of all, since strides change downstream of a rewrite)."""
+        """Compute ``val`` of the given nodes in order (default: all, since strides change downstream of a rewrite)."""
         for node in self.graph.nodes if nodes is None else nodes:
             if node.op != "call_function":
                 continue
@@ -343,7 +356,7 @@ class Program:
 
     def evaluate(self, node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
         """Run one node's operator on fake values."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+        args, kwargs = map_arguments(node, value)
         assert callable(node.target)
         if node.target is operator.getitem:
             return args[0][args[1]]
@@ -361,7 +374,7 @@ class Program:
         other.shapes = self.shapes
         mapping: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: mapping[argument])
+            args, kwargs = map_arguments(node, lambda argument: mapping[argument])
             twin = other.graph.create_node(node.op, node.target, args, kwargs)
             twin.name = node.name
             twin.meta = dict(node.meta)
@@ -402,6 +415,11 @@ class Program:
 
 
 # -- nodes ----------------------------------------------------------------------------------------------------------
+
+
+def map_arguments(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[Any, Any]:
+    """``(args, kwargs)`` of a node with every node inside replaced by ``value(node)``."""
+    return fx.node.map_arg((node.args, node.kwargs), value)  # type: ignore[return-value]
 
 
 def target_name(target: Any) -> str:

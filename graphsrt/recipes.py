@@ -86,7 +86,7 @@ class OnOwner(Recipe):
 
 @dataclass(frozen=True)
 class ShardStart(Recipe):
-    """int64 ``[1]``: the first global address that this rank owns of a layout in consecutive blocks; its size if none."""
+    """int64 ``[1]``: the first address that this rank owns of a layout in consecutive blocks; its size if none."""
 
     layout: Layout
 

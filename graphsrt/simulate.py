@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.program import Program, arguments
+from graphsrt.program import Program, arguments, map_arguments
 from graphsrt.recipes import TensorSource, evaluate
 
 Values = list[Any]
@@ -26,7 +26,10 @@ Values = list[Any]
 def load(program: Program, source: TensorSource, axis: str = "tp") -> dict[str, Values]:
     """Every weight on every rank."""
     ranks = program.mesh.get(axis, 1)
-    return {name: [evaluate(w.recipe, rank, source, w.dtype) for rank in range(ranks)] for name, w in program.weights.items()}
+    return {
+        name: [evaluate(w.recipe, rank, source, w.dtype) for rank in range(ranks)]
+        for name, w in program.weights.items()
+    }
 
 
 def simulate(
@@ -52,7 +55,7 @@ def simulate(
         elif node.op == "get_attr":
             values[node] = list(weights[str(node.target)])
         elif node.op == "output":
-            return values[node.args[0]]
+            return values[program.output]
         else:
             values[node] = _run(node, values, ranks)
         if watch is not None:
@@ -78,9 +81,9 @@ def _run(node: fx.Node, values: dict[fx.Node, Values], ranks: int) -> Values:
     if node.target in ops.COLLECTIVES:
         args = arguments(node)
         return COLLECTIVE[node.target](values[args["x"]], args)
-    results = []
+    results: Values = []
     for rank in range(ranks):
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: values[a][rank])  # noqa: B023
+        args, kwargs = map_arguments(node, lambda a: values[a][rank])  # noqa: B023
         if node.target is operator.getitem:
             results.append(args[0][args[1]])
         else:

@@ -24,12 +24,16 @@ def summary_text(stages: Stages, stats: CompileStats | None) -> str:
     if kept:
         total = sum(size for _, size in kept)
         worst = ", ".join(f"{name} {_bytes(size)}" for name, size in kept[:3])
-        lines.append(f"whole on each rank  {_bytes(total)} in {len(kept)} weights: {worst}{', …' if len(kept) > 3 else ''}")
+        lines.append(
+            f"whole on each rank  {_bytes(total)} in {len(kept)} weights: {worst}{', …' if len(kept) > 3 else ''}"
+        )
     if "kv_pool" in program.inputs:
         lines.append(f"KV of a token       {_bytes(kv_bytes(program))} on each rank")
     reductions = program.count("graphsrt::all_reduce") + program.count("graphsrt::reduce_scatter")
     if ranks > 1:
-        lines.append(f"collectives         {reductions} reductions, {program.count('graphsrt::all_gather')} gathers a step")
+        lines.append(
+            f"collectives         {reductions} reductions, {program.count('graphsrt::all_gather')} gathers a step"
+        )
     if stats is not None:
         lines.append(f"compiled            {stats}")
     return "\n".join(lines)

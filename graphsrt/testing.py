@@ -168,7 +168,7 @@ def result(
     program: Program, inputs: Mapping[str, torch.Tensor | Values], weights: Mapping[str, Values]
 ) -> torch.Tensor:
     """The global value that a program returns, put together from all simulated ranks by its placement."""
-    return whole(simulate(program, inputs, loaded), program.output.meta.get("placement"))
+    return whole(simulate(program, inputs, weights), program.output.meta.get("placement"))
 
 
 def whole(values: Values, placement: Placement | None) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """The pipeline: the passes in order. A pass's own docstring says what it needs and what it leaves."""
 
+from collections.abc import Callable
+
 from graphsrt.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from graphsrt.passes.fuse_silu_mul import fuse_silu_mul
 from graphsrt.passes.merge_gate_up import merge_gate_up
@@ -12,7 +14,7 @@ from graphsrt.passes.recognize_rope import recognize_rope
 from graphsrt.passes.select_logit_rows import select_logit_rows
 from graphsrt.passes.shard_tensor_parallel import shard_tensor_parallel
 
-PIPELINE = [
+PIPELINE: list[Callable[..., int]] = [
     normalize,
     recognize_rms_norm,
     recognize_rope,

@@ -13,14 +13,18 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from graphsrt.program import Program, target_name
+from graphsrt.program import Program, map_arguments, target_name
 
 _ROWS = 5
 _seen: dict[tuple, str | None] = {}
 
 
 def disagreement(
-    program: Program, outputs: list[fx.Node], values: dict[str, fx.Node], literals: dict[str, Any], replacement: Callable
+    program: Program,
+    outputs: list[fx.Node],
+    values: dict[str, fx.Node],
+    literals: dict[str, Any],
+    replacement: Callable,
 ) -> str | None:
     """None if the region between ``values`` and ``outputs`` computes what ``replacement`` does, else the reason."""
     region = _region(outputs, set(values.values()))
@@ -65,7 +69,7 @@ def _compare(
             given[name] = _sample(program, node, scale if name == next(iter(values)) else 1.0, generator)
         found = {values[name]: value for name, value in given.items()}
         for node in region:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: found[a])
+            args, kwargs = map_arguments(node, found.__getitem__)
             found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         wanted = replacement(**given, **literals)
         for out, want in zip(outputs, wanted if isinstance(wanted, tuple) else (wanted,)):
@@ -74,7 +78,9 @@ def _compare(
                 return f"gives {want.dtype} {list(want.shape)}, the model {got.dtype} {list(got.shape)}"
             # float64: the model casts to float32 inside (24 bits); the operator does not
             bound = 1e-5 * float(want.abs().max())
-            same = torch.equal(got, want) if got.dtype != torch.float64 else torch.allclose(got, want, rtol=0, atol=bound)
+            same = (
+                torch.equal(got, want) if got.dtype != torch.float64 else torch.allclose(got, want, rtol=0, atol=bound)
+            )
             if not same:
                 error = (got.double() - want.double()).abs().max().item()
                 return f"same structure but other numbers: differs by {error:.3g} at input scale {scale:g}"

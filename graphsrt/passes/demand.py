@@ -175,8 +175,16 @@ def _attention(program: Program, node: fx.Node, shard: Shard, ranks: int) -> Dem
     heads, kv_heads = int(program.shape(args["q"])[1]), int(program.shape(args["k"])[1])
     wanted = Heads.choose(heads, kv_heads, ranks)
     if shard.layout != wanted.query:
-        raise Refusal(node, f"{heads} query and {kv_heads} KV heads over {ranks} ranks are laid out as {wanted.query}", wanted.query)
-    demands: Demands = [(args["q"], Shard(1, wanted.query)), (args["k"], Shard(1, wanted.kv)), (args["v"], Shard(1, wanted.kv))]
+        raise Refusal(
+            node,
+            f"{heads} query and {kv_heads} KV heads over {ranks} ranks are laid out as {wanted.query}",
+            wanted.query,
+        )
+    demands: Demands = [
+        (args["q"], Shard(1, wanted.query)),
+        (args["k"], Shard(1, wanted.kv)),
+        (args["v"], Shard(1, wanted.kv)),
+    ]
     if args["sinks"] is not None:
         demands.append((args["sinks"], Shard(0, wanted.query)))
     return demands

@@ -23,7 +23,7 @@ def _sums_normed(program: Program) -> int:
     """Norms whose input is the sum of two values of their own shape."""
     count = 0
     for norm in program.calls(ops.rms_norm):
-        total = norm.args[0]
+        total: Any = norm.args[0]
         if getattr(total, "target", None) is aten.add.Tensor and len(total.all_input_nodes) == 2:
             count += all(program.shape(a) == program.shape(norm) for a in total.all_input_nodes)
     return count

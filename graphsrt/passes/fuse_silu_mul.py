@@ -27,7 +27,12 @@ def fuse_silu_mul(program: Program, *, limit: int | None = None, near_misses: li
             if "placement" in node.meta:
                 fused.meta["placement"] = node.meta["placement"]
             program.replace(node, fused, keep_name=False)
-            program.rename(fused, fused.name.removesuffix(".glu.fused") + ".silu_mul" if fused.name.endswith(".glu.fused") else fused.name)
+            program.rename(
+                fused,
+                fused.name.removesuffix(".glu.fused") + ".silu_mul"
+                if fused.name.endswith(".glu.fused")
+                else fused.name,
+            )
             fired += 1
         elif near_misses is not None:
             near_misses.append(NearMiss(node.name, node.meta.get("module", ""), reason))
@@ -54,7 +59,10 @@ def _why_not(program: Program, node) -> str | None:  # type: ignore[no-untyped-d
 def _expected(program: Program) -> int:
     """SiLU gates whose two arguments are slices of one value."""
     nodes = [arguments(n) for n in program.calls(ops.glu)]
-    return sum(a["act"] == "silu" and a["gate"].target is aten.slice.Tensor and a["gate"].args[0] is a["up"].args[0] for a in nodes)
+    return sum(
+        a["act"] == "silu" and a["gate"].target is aten.slice.Tensor and a["gate"].args[0] is a["up"].args[0]
+        for a in nodes
+    )
 
 
 fuse_silu_mul.expect = _expected  # type: ignore[attr-defined]

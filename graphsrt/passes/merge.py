@@ -42,15 +42,19 @@ def why_not(program: Program, linears: list[fx.Node]) -> str | None:
 
 
 def merge(program: Program, linears: list[fx.Node], role: str, made_by: str) -> fx.Node:
-    """Replace linears by one of the same input, named ``role`` beside them, and a slice for each; returns the new one."""
+    """Replace linears of one input by one, named ``role`` beside them, and a slice for each; returns the new one."""
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     first = min(linears, key=lambda n: order[n])
     path = first.name.rsplit(".", 1)[0] + "." if "." in first.name else ""
     parts = [arguments(linear) for linear in linears]
     weight_path = str(parts[0]["weight"].target).rsplit(".", 2)[0]
     weight = _beside(program, [p["weight"] for p in parts], f"{weight_path}.{role}.weight")
-    bias = [] if parts[0]["bias"] is None else [_beside(program, [p["bias"] for p in parts], f"{weight_path}.{role}.bias")]
-    merged = program.call(aten.linear.default, parts[0]["input"], weight, *bias, name=f"{path}{role}", before=first, like=first)
+    bias = (
+        [] if parts[0]["bias"] is None else [_beside(program, [p["bias"] for p in parts], f"{weight_path}.{role}.bias")]
+    )
+    merged = program.call(
+        aten.linear.default, parts[0]["input"], weight, *bias, name=f"{path}{role}", before=first, like=first
+    )
     merged.meta["made_by"] = (*first.meta.get("made_by", ()), made_by)
     merged.meta["module"] = f"{path}{role}"
     last = first.meta["val"].dim() - 1
@@ -63,7 +67,16 @@ def merge(program: Program, linears: list[fx.Node], role: str, made_by: str) -> 
     pieces = []
     for linear in linears:
         width = int(linear.meta["val"].shape[last])
-        piece = program.call(aten.slice.Tensor, merged, last, start, start + width, name=f"{linear.name}.slice", before=first, like=linear)
+        piece = program.call(
+            aten.slice.Tensor,
+            merged,
+            last,
+            start,
+            start + width,
+            name=f"{linear.name}.slice",
+            before=first,
+            like=linear,
+        )
         piece.meta["made_by"] = (*linear.meta.get("made_by", ()), made_by)
         if "placement" in linear.meta:
             piece.meta["placement"] = linear.meta["placement"]

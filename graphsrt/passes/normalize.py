@@ -15,25 +15,32 @@ Numerics: exact.  Source: ours.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.program import Program, aten, target_name
+from graphsrt.program import Program, aten, map_arguments, target_name
 
 Value = tuple[Any, int | None]
 """A new node (or list of them), and where its dropped batch dimension was; None if it never had one."""
 
 _SAME = {aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.dropout.default,
          aten.lift_fresh_copy.default, aten.detach_.default}  # fmt: skip
-_CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default, aten.to.other}
+_CASTS = {
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten._to_copy.default,
+    aten.type_as.default,
+    aten.to.other,
+}
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _BY_DIM = {  # operator -> names of the arguments that are dimensions
     aten.slice.Tensor: ("dim",), aten.cat.default: ("dim",), aten.mean.dim: ("dim",), aten.sum.dim_IntList: ("dim",),
-    aten.softmax.int: ("dim",), aten._softmax.default: ("dim",), aten.amax.default: ("dim",), aten.cumsum.default: ("dim",),
+    aten.softmax.int: ("dim",), aten._softmax.default: ("dim",), aten.amax.default: ("dim",),
+    aten.cumsum.default: ("dim",),
     aten.index_select.default: ("dim",), aten.split.Tensor: ("dim",), aten.split.sizes: ("dim",),
     aten.split_with_sizes.default: ("dim",), aten.chunk.default: ("dim",),
 }  # fmt: skip
@@ -79,12 +86,14 @@ class _Rewriter:
     # -- one node ------------------------------------------------------------------------------------------------
 
     def _rewrite(self, node: fx.Node) -> Value:
-        target = node.target
+        target: Any = node.target
         if target is operator.getitem:
-            items, batch = self.values[node.args[0]]  # type: ignore[index]
-            return (items[node.args[1]] if isinstance(items, list) else self._emit(target, items, node.args[1])), batch
+            items, batch = self.values[node.all_input_nodes[0]]
+            index: Any = node.args[1]
+            return (items[index] if isinstance(items, list) else self._emit(target, items, index)), batch
         arguments = self._arguments(node)
-        x, batch = arguments.get("self", arguments.get("input", (None, None))) if arguments else (None, None)
+        x: Any
+        x, batch = arguments.get("self", arguments.get("input", (None, None)))
         if target in _SAME:
             if target is aten.dropout.default and arguments["train"] and arguments["p"]:
                 return self._unknown(node)
@@ -118,7 +127,7 @@ class _Rewriter:
         if target is aten.embedding.default:
             return self._emit(target, arguments["weight"][0], arguments["indices"][0]), arguments["indices"][1]
         if target in (aten.matmul.default, aten.bmm.default):
-            y, other_batch = arguments.get("other", arguments.get("mat2"))
+            y, other_batch = arguments["other" if "other" in arguments else "mat2"]
             if batch == 0 == other_batch and self._rank(x, 0) == self._rank(y, 0) >= 3:
                 return self._emit(aten.matmul.default, x, y), 0
         if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
@@ -129,7 +138,10 @@ class _Rewriter:
         """Arguments by name; tensors as :data:`Value`, lists of tensors as lists of them."""
         from graphsrt.program import arguments
 
-        return {k: fx.node.map_arg(v, lambda a: self.values[a]) if v is not None else None for k, v in arguments(node).items()}
+        return {
+            k: fx.node.map_arg(v, lambda a: self.values[a]) if v is not None else None
+            for k, v in arguments(node).items()
+        }
 
     def _pointwise(self, node: fx.Node) -> Value:
         operands = [self.values[a] for a in node.all_input_nodes]
@@ -148,7 +160,7 @@ class _Rewriter:
                 return self._emit(aten.squeeze.dim, value, value.meta["val"].dim() - (rank - batch))
             return value
 
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), align)
+        args, kwargs = map_arguments(node, align)
         return self._emit(node.target, *args, **kwargs), batch
 
     def _keeps_dtype(self, node: fx.Node) -> bool:
@@ -156,7 +168,7 @@ class _Rewriter:
 
     def _unknown(self, node: fx.Node) -> Value:
         """Any other operator: its arguments get their batch dimension back."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: self._with_batch(*self.values[a]))
+        args, kwargs = map_arguments(node, lambda a: self._with_batch(*self.values[a]))
         return self._emit(node.target, *args, **kwargs), None
 
     def _with_batch(self, value: Any, batch: int | None) -> Any:
@@ -297,7 +309,7 @@ class _Rewriter:
 
     # -- emitting ------------------------------------------------------------------------------------------------
 
-    def _emit(self, target: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Add a call, unless a simpler value is the same."""
         x = args[0] if args and isinstance(args[0], fx.Node) else None
         if target is aten.view.default and x is not None:

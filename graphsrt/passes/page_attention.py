@@ -62,7 +62,9 @@ def page_attention(
             pool.meta["placement"] = Shard(3, place.layout)
     for node in nodes:
         args = arguments(node)
-        keywords = {k: args[k] for k in ("layer_id", "scale", "sliding_window", "softcap", "sinks") if args[k] is not None}
+        keywords = {
+            k: args[k] for k in ("layer_id", "scale", "sliding_window", "softcap", "sinks") if args[k] is not None
+        }
         paged = program.call(
             ops.radix_attention, args["q"], args["k"], args["v"], pool, *batch,
             name=f"{node.name}.paged", before=node, like=node, **keywords,

@@ -15,12 +15,13 @@ Numerics: exact.  Source: Su et al. 2021 (RoFormer); rotate-half layout of GPT-N
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.program import NearMiss, Program, Weight, aten
+from graphsrt.program import NearMiss, Program, Weight, aten, map_arguments
 from graphsrt.recipes import Const, RopeTable, rope_table
 
 
@@ -64,19 +65,17 @@ def _expected(program: Program) -> int:
 recognize_rope.expect = _expected  # type: ignore[attr-defined]
 
 
-def _is(node: object, target: object) -> bool:
+def _is(node: Any, target: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is target
 
 
 def _rotation(neg: fx.Node) -> _Rotation | str:
-    """The rotation that a negated half belongs to, or the reason why it is none ("" where it is nothing of the kind)."""
-    upper = neg.args[0]
-    cat = next((u for u in neg.users if u.target is aten.cat.default), None)
+    """The rotation that a negated half belongs to, or why it is none ("" where it is nothing of the kind)."""
+    upper: Any = neg.args[0]
+    cat: Any = next((u for u in neg.users if u.target is aten.cat.default), None)
     if not _is(upper, aten.slice.Tensor) or cat is None:
         return ""
-    assert isinstance(upper, fx.Node)
     x = upper.args[0]
-    assert isinstance(x, fx.Node)
     parts = cat.args[0]
     last = x.meta["val"].dim() - 1
     size = x.meta["val"].shape[last]
@@ -89,7 +88,7 @@ def _rotation(neg: fx.Node) -> _Rotation | str:
         total = next((u for u in product.users if u.target is aten.add.Tensor), None)
         if product.target is not aten.mul.Tensor or total is None:
             continue
-        straight = total.args[0] if total.args[1] is product else total.args[1]
+        straight: Any = total.args[0] if total.args[1] is product else total.args[1]
         if not _is(straight, aten.mul.Tensor) or x not in straight.all_input_nodes:
             continue
         sin = product.args[1] if product.args[0] is cat else product.args[0]
@@ -101,11 +100,14 @@ def _rotation(neg: fx.Node) -> _Rotation | str:
 
 def _replace(program: Program, rotation: _Rotation) -> str | None:
     x, result = rotation.x, rotation.result
+    given: Any
     leaves = _leaves([rotation.cos, rotation.sin])
     positions = [leaf for leaf in leaves if leaf.op == "placeholder"]
     weights = [program.weights[str(leaf.target)] for leaf in leaves if leaf.op == "get_attr"]
     if [p.name for p in positions] != ["positions"] or any(not isinstance(w.recipe, Const) for w in weights):
-        return f"cosine and sine depend on {[leaf.name for leaf in leaves]}, not on positions and fixed frequencies alone"
+        return (
+            f"cosine and sine depend on {[leaf.name for leaf in leaves]}, not on positions and fixed frequencies alone"
+        )
     frequencies = [w.recipe for w in weights if w.shape == (rotation.half,)]
     if len(frequencies) != 1:
         return f"expected one vector of {rotation.half} frequencies, found {len(frequencies)}"
@@ -120,12 +122,16 @@ def _replace(program: Program, rotation: _Rotation) -> str | None:
     table = _table(program, recipe, rotation.cos)
     given = x
     if heads_first:
-        given = x.args[0] if _swaps(x) else program.call(aten.transpose.int, x, 0, 1, name=f"{x.name}.swap", before=result, like=result)
+        given = (
+            x.args[0]
+            if _swaps(x)
+            else program.call(aten.transpose.int, x, 0, 1, name=f"{x.name}.swap", before=result, like=result)
+        )
         program.infer([given])
     rotated = _call(program, given, positions[0], table, result)
     whole = _partial(result, x)
     if whole is not None:  # cat([rope(x[…, :r]), x[…, r:]]) is rope of all of x
-        source = whole
+        source: fx.Node = whole
         given = source.args[0] if heads_first and _swaps(source) else source
         if heads_first and given is source:
             return None
@@ -137,7 +143,9 @@ def _replace(program: Program, rotation: _Rotation) -> str | None:
 
 def _call(program: Program, x: fx.Node, positions: fx.Node, table: fx.Node, like: fx.Node) -> fx.Node:
     module = like.meta.get("module", "")
-    node = program.call(ops.rope, x, positions, table, name=f"{module}.rope" if module else "rope", before=like, like=like)
+    node = program.call(
+        ops.rope, x, positions, table, name=f"{module}.rope" if module else "rope", before=like, like=like
+    )
     node.meta["made_by"] = (*like.meta.get("made_by", ()), "recognize_rope")
     program.infer([node])
     return node
@@ -149,10 +157,15 @@ def _take_place(program: Program, old: fx.Node, rotated: fx.Node, heads_first: b
         if heads_first and _swaps(user):
             user.replace_all_uses_with(rotated, propagate_meta=False)
     if heads_first and any(user.users or user.op == "output" for user in old.users):
-        rotated = program.call(aten.transpose.int, rotated, 0, 1, name=f"{rotated.name}.transpose", before=old, like=old)
+        rotated = program.call(
+            aten.transpose.int, rotated, 0, 1, name=f"{rotated.name}.transpose", before=old, like=old
+        )
         program.infer([rotated])
-    old.replace_all_uses_with(rotated, delete_user_cb=lambda user: user is not rotated and bool(user.users or user.op == "output"),
-                              propagate_meta=False)  # fmt: skip
+
+    def is_live(user: fx.Node) -> bool:
+        return user is not rotated and bool(user.users or user.op == "output")
+
+    old.replace_all_uses_with(rotated, delete_user_cb=is_live, propagate_meta=False)
 
 
 def _swaps(node: fx.Node) -> bool:
@@ -163,8 +176,8 @@ def _partial(result: fx.Node, x: fx.Node) -> fx.Node | None:
     """The value of which ``x`` is the first channels, if the rest is put behind the rotated part again."""
     if len(result.users) != 1 or not _is(x, aten.slice.Tensor):
         return None
-    cat, whole = next(iter(result.users)), x.args[0]
-    assert isinstance(whole, fx.Node)
+    cat: Any = next(iter(result.users))
+    whole: Any = x.args[0]
     if cat.target is not aten.cat.default or len(cat.args[0]) != 2 or cat.args[0][0] is not result:
         return None
     rest, last = cat.args[0][1], whole.meta["val"].dim() - 1
@@ -220,7 +233,9 @@ def _disagreement(program: Program, rotation: _Rotation, recipe: RopeTable, head
         return None
     generator = torch.Generator().manual_seed(0)
     last = recipe.max_positions - 1
-    positions = torch.cat([torch.arange(min(16, last + 1)), torch.randint(0, last + 1, (15,), generator=generator), torch.tensor([last])])
+    positions = torch.cat(
+        [torch.arange(min(16, last + 1)), torch.randint(0, last + 1, (15,), generator=generator), torch.tensor([last])]
+    )
     tokens, size = len(positions), 2 * rotation.half
     dtype = rotation.x.meta["val"].dtype
     x = torch.randn(tokens, 3, size, generator=generator, dtype=torch.float64).to(dtype)
@@ -233,9 +248,11 @@ def _disagreement(program: Program, rotation: _Rotation, recipe: RopeTable, head
             elif node.op == "get_attr":
                 weight = program.weights[str(node.target)]
                 assert isinstance(weight.recipe, Const)
-                known[node] = torch.tensor(weight.recipe.values, dtype=torch.float64).to(weight.dtype).reshape(weight.shape)
+                known[node] = (
+                    torch.tensor(weight.recipe.values, dtype=torch.float64).to(weight.dtype).reshape(weight.shape)
+                )
             else:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+                args, kwargs = map_arguments(node, value)
                 known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return known[node]
 

@@ -27,7 +27,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ import torch.fx as fx
 from graphsrt.errors import CompileError
 from graphsrt.passes.behaviour import disagreement
 from graphsrt.passes.normalize import normalize
-from graphsrt.program import Input, NearMiss, Program, Weight, arguments, aten, target_name
+from graphsrt.program import Input, NearMiss, Program, Weight, arguments, aten, map_arguments, target_name
 
 _COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
 _SIZES = {"T": 5, "B": 3, "E": 34, "F": 46, "D": 38, "N": 58}
@@ -138,8 +138,10 @@ class Rewrite:
     def __call__(self, program: Program, *, limit: int | None = None, near_misses: list[NearMiss] | None = None) -> int:
         """Rewrite everywhere, first to last, at most ``limit`` times; near misses are appended to the list given."""
         fired = 0
-        patterns = [_traced(s.function, program.dtype, self._frozen_shapes, _freeze(s.attributes)) for s in self.spellings]
-        anchors = {p.outputs[0].target for p in patterns}
+        patterns = [
+            _traced(s.function, program.dtype, self._frozen_shapes, _freeze(s.attributes)) for s in self.spellings
+        ]
+        anchors: set[Any] = {p.outputs[0].target for p in patterns}
         for anchor in program.calls(*anchors):
             if limit is not None and fired >= limit:
                 break
@@ -157,7 +159,9 @@ class Rewrite:
     def _frozen_shapes(self) -> tuple:
         return tuple(sorted(self.shapes.items()))
 
-    def _find(self, program: Program, patterns: list[_Pattern], anchor: fx.Node) -> tuple[Match | None, _Pattern | None, NearMiss | None]:
+    def _find(
+        self, program: Program, patterns: list[_Pattern], anchor: fx.Node
+    ) -> tuple[Match | None, _Pattern | None, NearMiss | None]:
         closest, miss = 0.0, None
         for pattern in patterns:
             failure = _Failure()
@@ -181,7 +185,9 @@ class Rewrite:
         if self.condition is not None:
             views: dict[str, Any] = {name: Matched(program, node) for name, node in match.values.items()}
             offered = {**views, **match.literals, "match": match}
-            reason = self.condition(**{k: v for k, v in offered.items() if k in inspect.signature(self.condition).parameters})
+            reason = self.condition(
+                **{k: v for k, v in offered.items() if k in inspect.signature(self.condition).parameters}
+            )
             if reason is not None:
                 return reason
         if self.confirm:
@@ -263,7 +269,7 @@ def _users_first(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return order
 
 
-@lru_cache(maxsize=None)
+@cache
 def _traced(pattern: Callable, dtype: torch.dtype, shapes: tuple, attributes: tuple) -> _Pattern:
     """The pattern as a normalized graph; parameters are placeholders, keyword-only ones are :class:`_Literal`."""
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -289,7 +295,7 @@ def _traced(pattern: Callable, dtype: torch.dtype, shapes: tuple, attributes: tu
             shape = tuple(_SIZES.get(s, s) for s in sizes[name])
             values[node] = program.add_input(name, Input(shape, dtype, name))
         elif node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: values[a])
+            args, kwargs = map_arguments(node, lambda a: values[a])
             values[node] = program.call(node.target, *args, name=node.name, **kwargs)
         elif node.op == "output":
             outs = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
@@ -362,10 +368,14 @@ def _matches(pattern: fx.Node, node: Any, match: Match, failure: _Failure) -> It
 def _from_the_end(node: fx.Node) -> dict[str, Any]:
     """Arguments by name, dimensions counted from the end: ``[T, E]`` in a pattern also means ``[T, heads, D]``."""
     bound = arguments(node)
-    rank = max((a.meta["val"].dim() for a in node.all_input_nodes if isinstance(a.meta["val"], torch.Tensor)), default=0)
+    rank = max(
+        (a.meta["val"].dim() for a in node.all_input_nodes if isinstance(a.meta["val"], torch.Tensor)), default=0
+    )
     for name in bound.keys() & {"dim", "dims", "dim0", "dim1"}:
         dim = bound[name]
-        bound[name] = [d - rank for d in dim] if isinstance(dim, (list, tuple)) else dim - rank if isinstance(dim, int) else dim
+        bound[name] = (
+            [d - rank for d in dim] if isinstance(dim, (list, tuple)) else dim - rank if isinstance(dim, int) else dim
+        )
     return bound
 
 
@@ -382,7 +392,9 @@ def _match_all(pairs: list[tuple[Any, Any]], match: Match, failure: _Failure, no
             yield from _match_all([*zip(wanted, found), *rest], match, failure, node)
     elif isinstance(wanted, _Literal):
         if isinstance(found, (int, float, str)) and match.literals.get(wanted, found) == found:
-            yield from _match_all(rest, Match(match.values, {**match.literals, str(wanted): found}, match.covered), failure, node)
+            yield from _match_all(
+                rest, Match(match.values, {**match.literals, str(wanted): found}, match.covered), failure, node
+            )
     elif wanted == found and not isinstance(found, fx.Node):
         yield from _match_all(rest, match, failure, node)
     else:
@@ -414,5 +426,11 @@ def rewrite(
     ``numerics``: "exact" if results are bitwise the same, "close" if they may round differently.
     """
     return lambda pattern: Rewrite(
-        pattern, shapes=shapes, attributes=attributes or {}, named=named, confirm=confirm, expect=expect, numerics=numerics
+        pattern,
+        shapes=shapes,
+        attributes=attributes or {},
+        named=named,
+        confirm=confirm,
+        expect=expect,
+        numerics=numerics,
     )

@@ -58,9 +58,7 @@ def pass_name(function: Pass) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def select(
-    pipeline: Sequence[Pass], *, without: Iterable[str] = (), stop_after: str | None = None
-) -> list[Pass]:
+def select(pipeline: Sequence[Pass], *, without: Iterable[str] = (), stop_after: str | None = None) -> list[Pass]:
     """The passes to run. An unknown name in ``without`` or ``stop_after`` is a ValueError that lists the known ones."""
     names = [pass_name(function) for function in pipeline]
     for name in [*without, *([stop_after] if stop_after else [])]:
@@ -94,7 +92,7 @@ def run(
     """Run ``passes`` on ``program`` (it is modified) and return every stage.
 
     ``strict``: a block that stays replicated over ranks is an error. ``limits``: pass name -> at most so many rewrites,
-    for bisecting. Raises CompileError naming the pass; with a dump folder, what re-runs the failing pass alone is in it.
+    for bisecting. Raises CompileError naming the pass; a dump folder then has what re-runs the failing pass alone.
     """
     stages = Stages([("capture", program.copy())])
     if dump is not None:
@@ -114,7 +112,9 @@ def run(
     return stages
 
 
-def _run_one(program: Program, function: Pass, before: Program, dump: DumpFolder | None, limit: int | None) -> PassReport:
+def _run_one(
+    program: Program, function: Pass, before: Program, dump: DumpFolder | None, limit: int | None
+) -> PassReport:
     name = pass_name(function)
     report = PassReport(name, nodes_before=len(program.nodes))
     wanted = _expectation(function)

@@ -35,7 +35,9 @@ def select_logit_rows(program: Program, *, near_misses: list[NearMiss] | None = 
     while after.op in ("placeholder", "get_attr"):
         after = after.next
     users = list(value.users)
-    chosen = program.call(aten.index_select.default, value, 0, rows, name=f"{value.name}.rows", before=after, like=value)
+    chosen = program.call(
+        aten.index_select.default, value, 0, rows, name=f"{value.name}.rows", before=after, like=value
+    )
     chosen.meta["made_by"] = (*value.meta.get("made_by", ()), "select_logit_rows")
     if "placement" in value.meta:
         chosen.meta["placement"] = value.meta["placement"]
@@ -55,7 +57,9 @@ def _row_argument(program: Program, node: fx.Node) -> fx.Node | None:
     """The one argument with rows of tokens, if the operator treats each row alone and nobody else uses it."""
     if node.op != "call_function":
         return None
-    rowwise = node.target in _ROWWISE or (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags)
+    rowwise = node.target in _ROWWISE or (
+        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    )
     if node.target in _ROWWISE_ALONG_OTHER_DIMS:
         rowwise = arguments(node)["dim"] != 0
     if not rowwise:

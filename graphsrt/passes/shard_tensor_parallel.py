@@ -20,7 +20,7 @@ Source: Megatron-LM (Shoeybi et al. 2019) for the column/row pairs; the search i
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
@@ -84,7 +84,9 @@ class _Sharder:
         self._apply(logits, embeddings)
         for node in linears:
             if node not in self.columns and node not in self.rows:
-                self.near_misses.append(NearMiss(node.name, node.meta.get("module", ""), self.refused.get(node, "not asked for")))
+                self.near_misses.append(
+                    NearMiss(node.name, node.meta.get("module", ""), self.refused.get(node, "not asked for"))
+                )
         return len(self.columns) + len(self.rows) + len(embeddings)
 
     # -- choosing ------------------------------------------------------------------------------------------------
@@ -204,15 +206,16 @@ class _Sharder:
             raise Refusal(linear, "a linear is divided along its output channels only")
         if linear in self.rows:
             raise Refusal(linear, "its input is sharded already")
-        if self.program.weight_of(args["weight"]) is None or (args["bias"] is not None and self.program.weight_of(args["bias"]) is None):
+        if self.program.weight_of(args["weight"]) is None or (
+            args["bias"] is not None and self.program.weight_of(args["bias"]) is None
+        ):
             raise Refusal(linear, "its weight is computed")
         trial.columns[linear] = place.layout
 
     def _vocab_parallel(self, embedding: fx.Node) -> bool:
         args = arguments(embedding)
         weight = self.program.weight_of(args["weight"])
-        plain = args["padding_idx"] in (None, -1) or True  # padding_idx matters to gradients only
-        return plain and weight is not None and isinstance(args["indices"], fx.Node) and args["indices"].op == "placeholder"
+        return weight is not None and isinstance(args["indices"], fx.Node) and args["indices"].op == "placeholder"
 
     # -- applying ------------------------------------------------------------------------------------------------
 
@@ -257,9 +260,9 @@ class _Sharder:
         old = self.program.weights[name]
         sharded: Recipe = ShardOf(old.recipe, dim, layout, unowned)
         if isinstance(old.recipe, ShardOf):  # shared, and divided for its other user already
-            if replace(old.recipe, x=old.recipe.x) == replace(sharded, x=old.recipe.x):
-                return node
             sharded = ShardOf(old.recipe.x, dim, layout, unowned)
+            if sharded == old.recipe:
+                return node
             shape = list(old.shape)
             assert isinstance(old.placement, Shard)
             shape[old.placement.dim] = old.placement.layout.size
@@ -310,7 +313,9 @@ class _Sharder:
             one_each = Shard(0, Layout.blocks(self.ranks, self.ranks))
             self.program.add_weight(start_name, Weight((1,), torch.int64, ShardStart(layout), one_each))
         start = self.program.weight_node(start_name)
-        new = self.program.call(ops.vocab_embedding, args["indices"], table, start, name="embedding", before=embedding, like=embedding)
+        new = self.program.call(
+            ops.vocab_embedding, args["indices"], table, start, name="embedding", before=embedding, like=embedding
+        )
         new.meta["made_by"] = (*new.meta["made_by"], "shard_tensor_parallel")
         self.program.replace(embedding, new)
         return new
@@ -319,7 +324,9 @@ class _Sharder:
         """Sum a partial value over the ranks, once, for all of its users."""
         users = list(node.users)
         following = node.next
-        total = self.program.call(ops.all_reduce, node, axis=self.axis, name=f"{node.name}.all_reduce", before=following, like=node)
+        total = self.program.call(
+            ops.all_reduce, node, axis=self.axis, name=f"{node.name}.all_reduce", before=following, like=node
+        )
         made_by = node.meta.get("made_by", ())
         if "shard_tensor_parallel" not in made_by:
             made_by = (*made_by, "shard_tensor_parallel")
@@ -332,10 +339,28 @@ class _Sharder:
         program = self.program
         result = next(node for node in reversed(program.graph.nodes) if node.op == "output")
         dim = self.shards[value].dim
-        whole = program.call(ops.all_gather, value, dim=dim, axis=self.axis, size=self.ranks, name=f"{value.name}.all_gather", before=result, like=value)
+        whole = program.call(
+            ops.all_gather,
+            value,
+            dim=dim,
+            axis=self.axis,
+            size=self.ranks,
+            name=f"{value.name}.all_gather",
+            before=result,
+            like=value,
+        )
         whole.meta.update(placement=R, made_by=(*value.meta.get("made_by", ()), "shard_tensor_parallel"))
         last = whole
         if layout.local_size * self.ranks != layout.size:
-            last = program.call(aten.slice.Tensor, whole, dim, 0, layout.size, name=f"{value.name}.vocabulary", before=result, like=value)
+            last = program.call(
+                aten.slice.Tensor,
+                whole,
+                dim,
+                0,
+                layout.size,
+                name=f"{value.name}.vocabulary",
+                before=result,
+                like=value,
+            )
             last.meta.update(placement=R, made_by=whole.meta["made_by"])
         result.args = (last,)

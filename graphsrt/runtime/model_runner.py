@@ -57,7 +57,7 @@ def text_hash(program: Program) -> str:
 
 
 class ModelRunner:
-    """Owns one rank's KV pool and ``req_to_token`` table, and runs steps. ``execute`` maps inputs to logits ``[R, V]``."""
+    """Owns one rank's KV pool and ``req_to_token`` table. ``execute`` maps a step's inputs to logits ``[R, V]``."""
 
     def __init__(
         self,
@@ -103,8 +103,13 @@ class ModelRunner:
             return None
         logits = logits[: len(batch.logit_rows)]
         if not len(batch.logit_rows):
-            return StepReply(np.empty(0, dtype=np.int64), logits.to(self._logits_dtype) if batch.return_logits else None)
-        tokens = sample(logits, *(torch.from_numpy(np.array(a)) for a in (batch.temperature, batch.top_k, batch.top_p, batch.uniform)))
+            return StepReply(
+                np.empty(0, dtype=np.int64), logits.to(self._logits_dtype) if batch.return_logits else None
+            )
+        tokens = sample(
+            logits,
+            *(torch.from_numpy(np.array(a)) for a in (batch.temperature, batch.top_k, batch.top_p, batch.uniform)),
+        )
         reply = logits.to(self._logits_dtype) if batch.return_logits else None
         return StepReply(tokens.cpu().numpy(), reply)
 
@@ -171,4 +176,6 @@ def create(rank: int, size: int, collectives: ProcessCollectives, init: bytes) -
             last[0] = percent
             report_progress(done, total, label)
 
-    return rank_runner(program, rank, collectives, checkpoint, given.sizes, backend=given.backend, device=device, progress=progress)
+    return rank_runner(
+        program, rank, collectives, checkpoint, given.sizes, backend=given.backend, device=device, progress=progress
+    )

@@ -36,4 +36,3 @@ def load_weights(
         if progress is not None:
             progress(number, len(program.weights), name)
     return weights
-
