@@ -61,7 +61,7 @@ def test_segments() -> None:
     assert str(fused) == "12/2{0:4,8:10|4:8,10:12}"
     assert fused.window(0, 8) == (0, 4, Layout.blocks(8, 2))
     assert fused.window(8, 12) == (4, 6, Layout.blocks(4, 2))
-    with pytest.raises(ValueError, match="contiguous|different local positions"):
+    with pytest.raises(ValueError, match=r"contiguous|different local positions"):
         fused.window(2, 10)
 
 

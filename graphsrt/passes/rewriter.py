@@ -103,7 +103,7 @@ class Rewrite:
     """A pass made of patterns and a replacement; call it with a program."""
 
     def __init__(self, pattern: Callable, *, shapes: dict[str, tuple], attributes: dict[str, Any], named: str,
-                 confirm: bool, expect: Callable[[Program], int] | None, numerics: str):  # fmt: skip
+                 confirm: bool, expect: Callable[[Program], int] | None, numerics: str, required: bool):  # fmt: skip
         self.__name__ = pattern.__name__
         self.__doc__ = inspect.getdoc(inspect.getmodule(pattern)) if pattern.__doc__ is None else pattern.__doc__
         self.__module__ = pattern.__module__
@@ -113,6 +113,7 @@ class Rewrite:
         self.confirm = confirm
         self.expect = expect
         self.numerics = numerics
+        self.required = required
         self.replacement: Callable = _no_replacement
         self.condition: Callable | None = None
 
@@ -285,7 +286,7 @@ def _traced(pattern: Callable, dtype: torch.dtype, shapes: tuple, attributes: tu
     def closed(*args: torch.Tensor) -> Any:
         return pattern(*args, **marks)
 
-    module = make_fx(closed, pre_dispatch=True)(*example)
+    module = make_fx(closed, tracing_mode="fake", pre_dispatch=True)(*example)  # marks are no real arguments
     program = Program(pattern.__name__)
     values: dict[fx.Node, fx.Node] = {}
     names = iter(tensors)
@@ -415,6 +416,7 @@ def rewrite(
     confirm: bool = False,
     expect: Callable[[Program], int] | None = None,
     numerics: str = "exact",
+    required: bool = True,
 ) -> Callable[[Callable], Rewrite]:
     """Make a pass of a pattern function; see the module's docstring.
 
@@ -424,6 +426,7 @@ def rewrite(
     ``confirm``: run what matched against the replacement, on numbers, before believing it.
     ``expect``: how often the pass should fire, from the program before it; None for no expectation.
     ``numerics``: "exact" if results are bitwise the same, "close" if they may round differently.
+    ``required``: whether firing nowhere, where something is expected, is an error or only noted.
     """
     return lambda pattern: Rewrite(
         pattern,
@@ -433,4 +436,5 @@ def rewrite(
         confirm=confirm,
         expect=expect,
         numerics=numerics,
+        required=required,
     )
