@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphsrt import ops as ops
-    from graphsrt import testing as testing
     from graphsrt.api import CompiledModel as CompiledModel
     from graphsrt.api import Traced as Traced
     from graphsrt.api import compile as compile

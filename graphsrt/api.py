@@ -218,7 +218,7 @@ def compile(
     )  # fmt: skip
     source, stages = traced.source, traced.stages
     if verify:
-        from graphsrt.verify import verify_stages
+        from graphsrt.verification import verify_stages
 
         verify_stages(stages.programs).raise_if_bad()
     if source.checkpoint is None:
@@ -250,7 +250,7 @@ def verify(
 
     A miniature of the model is used: its head counts and layer kinds with small widths and random weights.
     """
-    from graphsrt.verify import verify as run_verify
+    from graphsrt.verification import verify as run_verify
 
     _check_tp(tp)
     chosen = select(PIPELINE if passes is None else passes, without=without)

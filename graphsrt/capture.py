@@ -334,6 +334,7 @@ def _convert_call(program: Program, node: fx.Node, values: dict[fx.Node, Any], p
     names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
     for index, argument in enumerate(names[: len(args)]):
         if argument in ("size", "shape") and isinstance(args[index], (list, tuple)):
+            assert isinstance(val, torch.Tensor)
             args[index] = _static_shape(val, node, module, source)
     given: Any = (tuple(args), dict(node.kwargs))
     mapped, kwargs = fx.node.map_arg(given, lambda a: _mapped(values, a, node, module, source))

@@ -103,7 +103,8 @@ def check(
     Raises AssertionError saying what failed, CompileError from the runner's own checks.
     """
     before = model if isinstance(model, Program) else trace(model, **options)
-    program, misses = before.copy(), []
+    program = before.copy()
+    misses: list[NearMiss] = []
     name = pass_name(function)
     if fires == 0:
         fired = _apply(function, program, misses)

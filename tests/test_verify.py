@@ -18,7 +18,7 @@ from graphsrt.passes import PIPELINE as PASSES
 from graphsrt.passes.runner import Stages, run
 from graphsrt.placement import Layout, Partial, R, Run, Shard
 from graphsrt.program import Program, arguments, aten
-from graphsrt.verify import TOLERANCE, VerifyReport, gather, promoted, verify, verify_stages
+from graphsrt.verification import TOLERANCE, VerifyReport, gather, promoted, verify, verify_stages
 from tests.support import tiny
 
 PIPELINE: list[Any] = list(PASSES)

@@ -68,6 +68,8 @@ def demand(program: Program, node: fx.Node, shard: Shard, ranks: int) -> Demands
         if dim == args["dim"]:
             raise Refusal(node, "a dimension of size one cannot be divided")
         return [(args["self"], Shard(dim - (dim > args["dim"]), layout))]
+    if target is aten.select.int:
+        return [(args["self"], Shard(dim + (dim >= args["dim"]), layout))]
     if target is aten.slice.Tensor:
         if dim != args["dim"]:
             return [(args["self"], shard)]

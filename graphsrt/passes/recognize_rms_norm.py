@@ -20,7 +20,15 @@ from graphsrt.program import Program, aten
 
 
 def _root_mean_squares(program: Program) -> int:
-    return len(program.calls(aten.rsqrt.default))
+    """Reciprocal roots of a mean of squares; a layer norm's variance, of ``x - mean``, is something else."""
+    count = 0
+    for node in program.calls(aten.rsqrt.default):
+        chain = [node.all_input_nodes[0]]
+        while chain[-1].target in (aten.add.Tensor, aten.mean.dim):
+            chain.append(chain[-1].all_input_nodes[0])
+        squared = chain[-1].all_input_nodes[0] if chain[-1].target is aten.pow.Tensor_Scalar else None
+        count += squared is not None and squared.target is not aten.sub.Tensor
+    return count
 
 
 def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,6 +42,7 @@ def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
     named="module",
     confirm=True,
     expect=_root_mean_squares,
+    required=False,
 )
 def recognize_rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
     return weight * _normed(x, eps).to(x.dtype)
@@ -47,6 +56,11 @@ def plus_one_cast_after_weight(x: torch.Tensor, weight: torch.Tensor, *, eps: fl
 @recognize_rms_norm.also(cast="after_weight", offset=0.0)
 def cast_after_weight(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
     return (_normed(x, eps) * weight.float()).type_as(x)
+
+
+@recognize_rms_norm.also(cast="after_weight", offset=0.0)
+def cast_after_plain_weight(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    return (weight * _normed(x, eps)).to(x.dtype)
 
 
 @recognize_rms_norm.becomes

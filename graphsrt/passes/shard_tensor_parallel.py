@@ -29,7 +29,7 @@ from graphsrt import ops
 from graphsrt.passes.demand import Part, Refusal, Requirement, demand
 from graphsrt.placement import Layout, Partial, Placement, R, Shard
 from graphsrt.program import NearMiss, Program, Weight, arguments, aten
-from graphsrt.recipes import OnOwner, Recipe, ShardOf, ShardStart
+from graphsrt.recipes import OnOwner, ShardOf, ShardStart
 
 _MAX_RETRIES = 4
 
@@ -224,20 +224,8 @@ class _Sharder:
         partial = set(self.rows)
         for node in program.nodes:
             self._localize(node)
-        for linear, layout in self.columns.items():
-            args = arguments(linear)
-            linear.update_arg(1, self._weight(args["weight"], 0, layout))
-            if args["bias"] is not None:
-                linear.update_arg(2, self._weight(args["bias"], 0, layout))
-        for linear, layout in self.rows.items():
-            args = arguments(linear)
-            linear.update_arg(1, self._weight(args["weight"], 1, layout, unowned="zero"))
-            if args["bias"] is not None:
-                linear.update_arg(2, self._on_owner(args["bias"]))
-        for (user, weight), shard in self.weight_shards.items():
-            user.replace_input_with(weight, self._weight(weight, shard.dim, shard.layout))
-        for embedding in embeddings:
-            partial.add(self._shard_embedding(embedding))
+        self._divide_weights(embeddings)
+        partial |= {self._vocab_embedding(embedding) for embedding in embeddings}
         for node in program.graph.nodes:
             if node.op == "call_function":
                 node.meta.pop("val", None)
@@ -254,35 +242,46 @@ class _Sharder:
         program.remove_dead()
         program.infer()
 
-    def _weight(self, node: fx.Node, dim: int, layout: Layout, unowned: str = "copy") -> fx.Node:
-        """The sharded twin of a weight. It takes the weight's own name, unless the weight is divided in two ways."""
-        name = str(node.target)
-        old = self.program.weights[name]
-        sharded: Recipe = ShardOf(old.recipe, dim, layout, unowned)
-        if isinstance(old.recipe, ShardOf):  # shared, and divided for its other user already
-            sharded = ShardOf(old.recipe.x, dim, layout, unowned)
-            if sharded == old.recipe:
-                return node
-            shape = list(old.shape)
-            assert isinstance(old.placement, Shard)
-            shape[old.placement.dim] = old.placement.layout.size
-            shape[dim] = layout.local_size
-            twin = f"{name}@{dim}"
-            if twin not in self.program.weights:
-                self.program.add_weight(twin, Weight(tuple(shape), old.dtype, sharded, Shard(dim, layout)))
-            return self.program.weight_node(twin)
-        shape = list(old.shape)
-        shape[dim] = layout.local_size
-        self.program.weights[name] = Weight(tuple(shape), old.dtype, sharded, Shard(dim, layout))
-        node.meta["val"] = self.program.shapes.tensor(shape, old.dtype)
-        return node
+    def _divide_weights(self, embeddings: list[fx.Node]) -> None:
+        """Give every weight the shard that its users ask for; users that ask for different ones get one each."""
+        claims: dict[fx.Node, dict[fx.Node, Weight]] = {}
 
-    def _on_owner(self, node: fx.Node) -> fx.Node:
-        weight = self.program.weights[str(node.target)]
-        if not isinstance(weight.recipe, OnOwner):
-            weight.recipe = OnOwner(weight.recipe)
-            weight.placement = Partial()
-        return node
+        def claim(user: fx.Node, node: fx.Node | None, dim: int, layout: Layout, unowned: str = "copy") -> None:
+            if node is None:
+                return
+            whole = self.program.weights[str(node.target)]
+            shape = list(whole.shape)
+            shape[dim] = layout.local_size
+            recipe = ShardOf(whole.recipe, dim, layout, unowned)
+            claims.setdefault(node, {})[user] = Weight(tuple(shape), whole.dtype, recipe, Shard(dim, layout))
+
+        for linear, layout in self.columns.items():
+            claim(linear, arguments(linear)["weight"], 0, layout)
+            claim(linear, arguments(linear)["bias"], 0, layout)
+        for linear, layout in self.rows.items():
+            claim(linear, arguments(linear)["weight"], 1, layout, "zero")
+            bias = arguments(linear)["bias"]
+            if bias is not None:  # added before the sum over ranks, so only one of them may have it
+                whole = self.program.weights[str(bias.target)]
+                once = Weight(whole.shape, whole.dtype, OnOwner(whole.recipe), Partial())
+                claims.setdefault(bias, {})[linear] = once
+        for (user, weight), shard in self.weight_shards.items():
+            claim(user, weight, shard.dim, shard.layout)
+        for embedding in embeddings:
+            table = arguments(embedding)["weight"]
+            claim(embedding, table, 0, Layout.blocks(int(table.meta["val"].shape[0]), self.ranks))
+        for node, wanted in claims.items():
+            name = str(node.target)
+            agreed = next(iter(wanted.values()))
+            if all(wanted.get(user) == agreed for user in node.users):
+                self.program.weights[name] = agreed
+                node.meta["val"] = self.program.shapes.tensor(agreed.shape, agreed.dtype)
+                continue
+            for user, own in wanted.items():
+                twin = f"{name}.dim{own.placement.dim}" if isinstance(own.placement, Shard) else f"{name}.once"
+                if twin not in self.program.weights:
+                    self.program.add_weight(twin, own)
+                user.replace_input_with(node, self.program.weight_node(twin))
 
     def _localize(self, node: fx.Node) -> None:
         """Constants that speak of a sharded dimension: view and expand sizes, slice bounds."""
@@ -300,18 +299,16 @@ class _Sharder:
             assert layout == place.layout, node.name
             node.args = (args["self"], args["dim"], start, end)
 
-    def _shard_embedding(self, embedding: fx.Node) -> fx.Node:
+    def _vocab_embedding(self, embedding: fx.Node) -> fx.Node:
+        """Replace the look-up by one in this rank's rows, whose number comes from a weight that differs by rank."""
         args = arguments(embedding)
-        vocabulary = int(self.program.weights[str(args["weight"].target)].shape[0])
-        weight = self.program.weights[str(args["weight"].target)]
-        if isinstance(weight.placement, Shard):
-            vocabulary = weight.placement.layout.size
-        layout = Layout.blocks(vocabulary, self.ranks)
-        table = self._weight(args["weight"], 0, layout)
+        table = args["weight"]
+        place = self.program.weights[str(table.target)].placement
+        assert isinstance(place, Shard)
         start_name = f"{table.target}.start"
         if start_name not in self.program.weights:
             one_each = Shard(0, Layout.blocks(self.ranks, self.ranks))
-            self.program.add_weight(start_name, Weight((1,), torch.int64, ShardStart(layout), one_each))
+            self.program.add_weight(start_name, Weight((1,), torch.int64, ShardStart(place.layout), one_each))
         start = self.program.weight_node(start_name)
         new = self.program.call(
             ops.vocab_embedding, args["indices"], table, start, name="embedding", before=embedding, like=embedding
