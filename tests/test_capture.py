@@ -31,7 +31,7 @@ def call(module: nn.Module | None = None, **extra: Any) -> Any:
 
 
 def test_carried() -> None:
-    extra = {"scaling": 0.25, "sliding_window": 4, "softcap": 2.0, "s_aux": torch.randn(4), "use_cache": False}
+    extra: dict[str, Any] = {"scaling": 0.25, "sliding_window": 4, "softcap": 2.0, "s_aux": torch.randn(4), "use_cache": False}
     out, weights = call(**extra, position_ids=None)
     assert out.shape == (1, 5, 4, 8) and weights is None
     call(dropout=0.0, is_causal=True)
@@ -91,8 +91,8 @@ def test_refused_models(kind: str) -> None:
     with pytest.raises(CompileError) as caught:
         graphsrt.trace(config, context_length=64, dtype="float32")
     message = str(caught.value)
-    assert name in message or name.removesuffix("Config") in message
-    assert "attention" in message or "cannot be captured" in message
+    assert name.removesuffix("Config").lower() in message.lower()  # by its class or its file
+    assert any(w in message for w in ("attention", "cannot be captured", "number of tokens as a value"))
 
 
 def test_attention_count() -> None:
@@ -129,7 +129,8 @@ def test_users_model_is_untouched() -> None:
     before = state(net)
     graphsrt.trace(net, tp=2, dtype="bfloat16")
     assert state(net) == before
-    dynamic = tiny.build("llama", layers=1, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0})
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+    dynamic = tiny.build("llama", layers=1, rope_parameters=rope)
     before = state(dynamic)
     graphsrt.trace(dynamic, context_length=100)
     assert state(dynamic) == before
@@ -141,7 +142,7 @@ def state(net: Any) -> list[Any]:
     """All that capture could have changed."""
     tensors = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
     modules = [(n, m.training, type(m), sorted(m.__dict__), m.__dict__.get("forward")) for n, m in net.named_modules()]
-    kept = [(n, id(t), t.dtype, str(t.device), t._version, t.requires_grad, t.double().sum().item()) for n, t in tensors]
+    kept = [(n, id(t), t.dtype, t.device, t._version, t.requires_grad, t.double().sum().item()) for n, t in tensors]
     return [kept, modules, net.config.to_json_string(), net.config._attn_implementation]
 
 

@@ -70,7 +70,7 @@ def test_dynamic(context: int) -> None:
 def test_longrope(context: int) -> None:
     """Short factors up to the original length, long ones beyond; both with the scaling of attention."""
     rotated = 3  # half of the 12 channels of a head, in pairs
-    parameters = {
+    parameters: dict[str, Any] = {
         "short_factor": [1.0 + 0.3 * i for i in range(rotated)],
         "long_factor": [2.0 + 0.7 * i for i in range(rotated)],
         "original_max_position_embeddings": ORIGINAL,
@@ -82,7 +82,7 @@ def test_longrope(context: int) -> None:
     assert tiny.worst(model.logits(ids), tiny.eager_logits(net, ids)) <= 1e-5
     (table,) = tables(model.program())
     factors = parameters["short_factor" if context <= ORIGINAL else "long_factor"]
-    wanted = [1000.0 ** (-2 * i / 6) / factor for i, factor in enumerate(factors)]  # type: ignore[arg-type]
+    wanted = [1000.0 ** (-2 * i / 6) / factor for i, factor in enumerate(factors)]
     assert table.inv_freq == pytest.approx(wanted, rel=1e-5) and table.scaling > 1.0
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import graphsrt
 from graphsrt import ops
 from graphsrt.dump import weight_bytes
 from graphsrt.placement import Replicate, Shard
@@ -15,7 +16,7 @@ from graphsrt.program import aten
 from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode
 from graphsrt.runtime.model_runner import EngineSizes, ModelRunner, simulated_runner
 from tests.support import tiny
-from tests.support.captures import compiled, traced
+from tests.support.captures import compiled, shared, traced
 
 PAGE = 4
 TOKENS = (1, 2, 7, 37)
@@ -166,9 +167,7 @@ def test_engine_chunks(family: str) -> None:
     prompts = [tiny.tokens(13, seed=1), tiny.tokens(1, seed=2), tiny.tokens(8, seed=3)]
     for one, other in zip(whole.logits(prompts), pieces.logits(prompts)):
         assert tiny.worst(other, one) <= 1e-9
-    from graphsrt import SamplingParams
-
-    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    params = graphsrt.SamplingParams(max_new_tokens=6, ignore_eos=True)
     assert [g.token_ids for g in pieces.generate(prompts, params)] == greedy(family, prompts, 6)
 
 
@@ -188,3 +187,18 @@ def test_one_text_for_any_number_of_tokens() -> None:
     """No size of the step is written into the program: the same text runs 1, 2 and 37 tokens."""
     text = str(traced("llama").program())
     assert "i64[T]" in text and "1009" not in text
+
+
+@families
+def test_inductor(family: str) -> None:
+    """The lowered engine: mixed steps, chunks and decode, against transformers in float32."""
+    net = tiny.build(family).float()
+    prompts = [tiny.tokens(13, seed=1), tiny.tokens(1, seed=2), tiny.tokens(37, seed=3)]
+    with shared(), graphsrt.compile(net, tp=1, dtype="float32", max_tokens_per_step=11, max_running=3) as model:
+        for ids, got in zip(prompts, model.logits(prompts)):
+            assert tiny.worst(got, tiny.eager_logits(net, ids)) <= 1e-4
+        params = graphsrt.SamplingParams(max_new_tokens=4, ignore_eos=True)
+        for ids, made in zip(prompts, model.generate(prompts, params)):
+            whole = [*ids, *made.token_ids]
+            wanted = tiny.eager_logits(net, whole)[len(ids) - 1 : -1].argmax(-1).tolist()
+            assert made.token_ids == wanted

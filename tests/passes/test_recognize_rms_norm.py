@@ -35,7 +35,7 @@ def late_cast(x: Any, weight: Any) -> Any:
 
 
 def made(function: Any, dtype: torch.dtype = torch.float64) -> Program:
-    given = {"inputs": {"x": ("T", 6)}, "weights": {"weight": (6,)}}
+    given: dict[str, Any] = {"inputs": {"x": ("T", 6)}, "weights": {"weight": (6,)}}
     return trace(function, dtype=dtype, passes=[normalize], **given)
 
 

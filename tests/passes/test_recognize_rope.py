@@ -53,5 +53,6 @@ def test_not_halves() -> None:
     program = captures.before(NAME, "llama")
     for neg in program.calls(aten.neg.default):
         cat = next(iter(neg.users))
-        cat.args = (list(reversed(cat.args[0])), cat.args[1])
+        first, second = cat.all_input_nodes
+        cat.args = ([second, first], cat.args[1])
     check(recognize_rope, program, fires=0, near_miss="the two halves of the rotation are not slices of one value")

@@ -185,8 +185,9 @@ def test_lost_collective() -> None:
 
     def drops(program: Program) -> int:
         for node in program.calls(ops.all_reduce):
-            node.replace_all_uses_with(node.args[0])
-            node.args[0].meta["placement"] = R
+            (partial,) = node.all_input_nodes
+            node.replace_all_uses_with(partial)
+            partial.meta["placement"] = R
         return 1
 
     with pytest.raises(CompileError, match="drops"):

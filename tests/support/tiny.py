@@ -6,7 +6,6 @@ that is lost, doubled or taken from another rank shows in the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -79,7 +78,7 @@ def config(family: str, heads: int = 4, kv_heads: int = 2, layers: int = 2, **ex
 def build(family: str, heads: int = 4, kv_heads: int = 2, layers: int = 2, **extra: Any) -> PreTrainedModel:
     """A new model in float64, its weights random but the same every time."""
     torch.manual_seed(0)
-    made = FAMILIES[family][1](config(family, heads, kv_heads, layers, **extra)).to(torch.float64).eval()
+    made = FAMILIES[family][1](config(family, heads, kv_heads, layers, **extra)).double().eval()
     made.set_attn_implementation("eager")
     randomize(made)
     return made
@@ -127,6 +126,3 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
     if not (torch.isfinite(got).all() and torch.isfinite(want).all()):
         return float("inf")
     return float((got.double() - want.double()).abs().max() / want.double().abs().max())
-
-
-Build = Callable[..., PreTrainedModel]
