@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -28,6 +28,9 @@ from graphsrt.runtime.executor import GroupExecutor, LocalExecutor, WorkersExecu
 from graphsrt.runtime.model_runner import EngineSizes, RankInit, rank_runner, simulated_runner, text_hash
 from graphsrt.runtime.sampling_params import SamplingParams
 from graphsrt.summary import summary_text
+
+if TYPE_CHECKING:
+    from graphsrt.verification import VerifyReport
 
 Prompt = str | Sequence[int]
 DTYPES = {
@@ -200,7 +203,8 @@ def compile(
     ``backend``: "inductor", or "eager" to run the program node by node; neither stands in for the other.
     ``passes``: the pipeline (default ``graphsrt.passes.PIPELINE``); ``without``: names to leave out; ``stop_after``:
     the last pass to run. ``strict``: a linear left whole on every rank is an error. ``dump``: folder for the text
-    after every pass (or ``GRAPHSRT_DUMP``). ``verify``: compare every stage on simulated ranks first.
+    after every pass (or ``GRAPHSRT_DUMP``). ``verify``: compare every stage on simulated ranks first, as
+    :func:`verify` does.
     ``context_length``: most tokens of a sequence (default the model's). ``page_size``: tokens of a KV page;
     ``max_total_tokens``: KV memory in tokens; ``max_running``: sequences at a time; ``max_tokens_per_step``: longer
     prompts are prefilled in chunks of this.
@@ -218,9 +222,8 @@ def compile(
     )  # fmt: skip
     source, stages = traced.source, traced.stages
     if verify:
-        from graphsrt.verification import verify_stages
-
-        verify_stages(stages.programs).raise_if_bad()
+        chosen = select(PIPELINE if passes is None else passes, without=without, stop_after=stop_after)
+        _verify(source, tp, chosen, strict).raise_if_bad()
     if source.checkpoint is None:
         return CompiledModel(source, stages, None, None, "a config has no weights")
     program = _with_checkpoint_names(stages, source)
@@ -245,22 +248,22 @@ def compile(
 
 def verify(
     model: Any, *, tp: int = 1, passes: Sequence[Pass] | None = None, without: Iterable[str] = (), strict: bool = True
-) -> Any:
+) -> VerifyReport:
     """Execute every stage on all simulated ranks, in float64, and compare; returns a ``VerifyReport``.
 
     A miniature of the model is used: its head counts and layer kinds with small widths and random weights.
     """
-    from graphsrt.verification import verify as run_verify
-
     _check_tp(tp)
-    chosen = select(PIPELINE if passes is None else passes, without=without)
-    source = resolve(model)
-    return run_verify(
-        source.module if source.module is not None else source.config, tp=tp, passes=chosen, strict=strict
-    )
+    return _verify(resolve(model), tp, select(PIPELINE if passes is None else passes, without=without), strict)
 
 
 # -- the stages --------------------------------------------------------------------------------------------------------
+
+
+def _verify(source: ModelSource, tp: int, chosen: Sequence[Pass], strict: bool) -> VerifyReport:
+    from graphsrt.verification import verify as verify_model
+
+    return verify_model(source.module if source.module is not None else source.config, tp, passes=chosen, strict=strict)
 
 
 def _capture(source: ModelSource, tp: int, context_length: int | None) -> Program:
