@@ -31,8 +31,8 @@ def call(module: nn.Module | None = None, **extra: Any) -> Any:
 
 
 def test_carried() -> None:
-    extra: dict[str, Any] = {"scaling": 0.25, "sliding_window": 4, "softcap": 2.0, "s_aux": torch.randn(4), "use_cache": False}
-    out, weights = call(**extra, position_ids=None)
+    extra: dict[str, Any] = {"scaling": 0.25, "sliding_window": 4, "softcap": 2.0, "s_aux": torch.randn(4)}
+    out, weights = call(**extra, position_ids=None, use_cache=False)
     assert out.shape == (1, 5, 4, 8) and weights is None
     call(dropout=0.0, is_causal=True)
 
