@@ -19,6 +19,7 @@ from graphsrt.lowering.region_cache import CompileStats, compile_regions
 from graphsrt.models.checkpoint import SafetensorsCheckpoint, StateDictCheckpoint, write_safetensors_memfd
 from graphsrt.models.source import ModelSource, resolve
 from graphsrt.passes import PIPELINE, page_attention
+from graphsrt.passes.plugins import with_installed
 from graphsrt.passes.runner import Pass, Stages, run, select
 from graphsrt.printer import diff_text
 from graphsrt.program import Program
@@ -153,7 +154,7 @@ def trace(
 ) -> Traced:
     """Capture a model and run the passes; no weights are read and nothing is lowered. See :func:`compile`."""
     _check_tp(tp)
-    chosen = select(PIPELINE if passes is None else passes, without=without, stop_after=stop_after)
+    chosen = select(with_installed(PIPELINE) if passes is None else passes, without=without, stop_after=stop_after)
     if kv_dtype is not None:
         kept = functools.partial(page_attention, kv_dtype=_dtype(kv_dtype))
         chosen = [kept if function is page_attention else function for function in chosen]
@@ -201,8 +202,8 @@ def compile(
     in this process, eagerly. ``dtype``: of weights and activations (default the model's own); ``kv_dtype``: of cached
     keys and values (default ``dtype``).
     ``backend``: "inductor", or "eager" to run the program node by node; neither stands in for the other.
-    ``passes``: the pipeline (default ``graphsrt.passes.PIPELINE``); ``without``: names to leave out; ``stop_after``:
-    the last pass to run. ``strict``: a linear left whole on every rank is an error. ``dump``: folder for the text
+    ``passes``: the pipeline (default ``graphsrt.passes.PIPELINE`` with the passes of installed packages); ``without``:
+    names to leave out; ``stop_after``: the last pass to run. ``strict``: a linear left whole on every rank is an error. ``dump``: folder for the text
     after every pass (or ``GRAPHSRT_DUMP``). ``verify``: compare every stage on simulated ranks first, as
     :func:`verify` does.
     ``context_length``: most tokens of a sequence (default the model's). ``page_size``: tokens of a KV page;
@@ -222,7 +223,7 @@ def compile(
     )  # fmt: skip
     source, stages = traced.source, traced.stages
     if verify:
-        chosen = select(PIPELINE if passes is None else passes, without=without, stop_after=stop_after)
+        chosen = select(with_installed(PIPELINE) if passes is None else passes, without=without, stop_after=stop_after)
         _verify(source, tp, chosen, strict).raise_if_bad()
     if source.checkpoint is None:
         return CompiledModel(source, stages, None, None, "a config has no weights")
@@ -254,7 +255,9 @@ def verify(
     A miniature of the model is used: its head counts and layer kinds with small widths and random weights.
     """
     _check_tp(tp)
-    return _verify(resolve(model), tp, select(PIPELINE if passes is None else passes, without=without), strict)
+    return _verify(
+        resolve(model), tp, select(with_installed(PIPELINE) if passes is None else passes, without=without), strict
+    )
 
 
 # -- the stages --------------------------------------------------------------------------------------------------------

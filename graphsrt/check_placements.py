@@ -18,7 +18,7 @@ from graphsrt.check_rules import WHOLE, Held, Refused, call_of, derive, describe
 from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Layout, Partial, Run, Shard
 from graphsrt.program import Program, Weight, target_name, where
-from graphsrt.recipes import Cat, Ckpt, Const, OnOwner, Recipe, RopeTable, ShardOf, ShardStart, Transpose
+from graphsrt.recipes import Cat, Ckpt, Const, Fill, Mul, OnOwner, Recipe, RopeTable, ShardOf, ShardStart, Transpose
 
 
 def check_placements(program: Program, axis: str = "tp") -> None:
@@ -90,6 +90,8 @@ def _differs(recipe: Recipe) -> bool:
             return True
         case Transpose(x):
             return _differs(x)
+        case Mul(x, by):
+            return _differs(x) or _differs(by)
         case Cat(parts):
             return any(_differs(part) for part in parts)
     return False
@@ -214,7 +216,7 @@ def _held(read: Read, ranks: int) -> Held:
 def _read(recipe: Recipe, shape: tuple[int, ...], ranks: int) -> Read:
     """``shape`` is the local shape of this recipe's value, -1 where not known."""
     match recipe:
-        case Ckpt() | Const() | RopeTable():
+        case Ckpt() | Const() | Fill() | RopeTable():
             return Read()
         case ShardStart(layout):
             _check_layout(layout, ranks)
@@ -240,9 +242,26 @@ def _read(recipe: Recipe, shape: tuple[int, ...], ranks: int) -> Read:
             if inner != Read():
                 raise Refused("a shard of something that differs from rank to rank", "shards innermost")
             return Read(((dim, tuple(_piece(rank, unowned) for rank in layout.runs), layout.size),))
+        case Mul(x, by, dim):
+            return _read_mul(_read(x, shape, ranks), _read(by, (shape[dim],) if shape else (), ranks), dim)
         case Cat(parts, dim):
             return _read_cat(parts, dim, shape, ranks)
     raise Refused(f"unknown recipe {type(recipe).__name__}")
+
+
+def _read_mul(x: Read, by: Read, dim: int) -> Read:
+    """Both sides must be cut alike along ``dim``; zeros stay zeros, whatever they are multiplied by."""
+    if x.starts or by.starts or by.once:
+        raise Refused("a weight is multiplied by something that one rank only holds", "a vector that all ranks hold")
+    mine = [(pieces, size) for d, pieces, size in x.divided if d == dim]
+    other = [(pieces, size) for _, pieces, size in by.divided]
+    if [(_addresses(p), n) for p, n in mine] != [(_addresses(p), n) for p, n in other]:
+        raise Refused(f"a weight and the vector along its dim {dim} are divided differently", "the same addresses")
+    return x
+
+
+def _addresses(pieces: tuple[Piece, ...]) -> list[list[tuple[int, int]]]:
+    return [[(start, length) for start, length, _ in piece.runs] for piece in pieces]
 
 
 def _piece(runs: tuple[Run, ...], unowned: str) -> Piece:
@@ -298,6 +317,8 @@ def _leaf_shapes(recipe: Recipe, shape: list[int | None]) -> list[tuple[str, lis
             return [(name, shape)]
         case OnOwner(x):
             return _leaf_shapes(x, shape)
+        case Mul(x, by, dim):
+            return _leaf_shapes(x, shape) + _leaf_shapes(by, [shape[dim]])
         case ShardOf(x, dim, layout):
             return _leaf_shapes(x, [layout.size if d == dim else n for d, n in enumerate(shape)])
         case Transpose(x, a, b):

@@ -145,6 +145,8 @@ def derive(call: Call) -> Any:
         return known(call)
     if torch.Tag.pointwise in tags:
         return _pointwise(call)
+    if target in ops.ROWWISE:
+        return _rowwise(call)
     raise Refused(
         "no rule says how this operator treats a value that is not whole on every rank",
         "R for every argument",
@@ -170,6 +172,16 @@ def _pointwise(call: Call) -> Held:
     if any(isinstance(h.placement, Partial) for h in held):
         return _linear_pointwise(call)
     return aligned(call, tensors, len(call.shape(call.node)))
+
+
+def _rowwise(call: Call) -> Any:
+    """Rows are divided, never what is in them."""
+    values: Any = call.node.meta["val"]
+    results = values if isinstance(values, (tuple, list)) else [values]
+    held = aligned(call, call.node.all_input_nodes, max(value.dim() for value in results))
+    if isinstance(held.placement, Shard) and any(held.placement.dim >= value.dim() - 1 for value in results):
+        raise Refused("this operator needs whole rows", "a value that is whole along its last dim", str(held))
+    return tuple(held for _ in results) if isinstance(values, (tuple, list)) else held
 
 
 def aligned(call: Call, tensors: Sequence[fx.Node], ndim: int) -> Held:

@@ -27,7 +27,7 @@ import torch.fx as fx
 from graphsrt.placement import Shard
 from graphsrt.printer import call_text, recipe_text, tensor_type_text, type_text
 from graphsrt.program import Program, Weight, walk
-from graphsrt.recipes import Cat, Ckpt, OnOwner, Recipe, ShardOf, ShardStart, Transpose
+from graphsrt.recipes import Cat, Ckpt, Mul, OnOwner, Recipe, ShardOf, ShardStart, Transpose
 
 MAX_COLUMN = {"name": 44, "type": 40, "expression": 100}
 """Widest that a column is padded to; a longer entry pushes its own line only."""
@@ -323,12 +323,15 @@ def _slices(recipe: Recipe, rank: int, ndim: int, window: dict[int, list[tuple[i
             return _taken(name, ndim, window)
         case ShardOf(x, dim, layout, unowned):
             mine = [(r.start, r.start + r.length, r.owned or unowned != "zero") for r in layout.runs[rank]]
-            if dim in window or not isinstance(x, (Ckpt, Transpose, ShardOf)):
+            if dim in window or not isinstance(x, (Ckpt, Transpose, Mul, ShardOf)):
                 return _taken(f"({_slices(recipe.x, rank, ndim, {})})", ndim, {**window, dim: mine})
             return _slices(x, rank, ndim, {**window, dim: mine})
         case Transpose(x, dim0, dim1):
             swapped = {{dim0: dim1, dim1: dim0}.get(dim, dim): parts for dim, parts in window.items()}
             return f"transpose({_slices(x, rank, ndim, swapped)}, {dim0}, {dim1})"
+        case Mul(x, by, dim):
+            along = {0: window[dim]} if dim in window else {}
+            return f"mul({_slices(x, rank, ndim, window)}, {_slices(by, rank, 1, along)}, dim={dim})"
         case Cat(parts, dim):
             inner = ", ".join(_slices(part, rank, ndim, {}) for part in parts)
             return _taken(f"cat([{inner}], dim={dim})", ndim, window)

@@ -1,4 +1,4 @@
-"""The closed set of ``graphsrt::`` operators: schema, shape function and plain meaning of each.
+"""The set of ``graphsrt::`` operators: schema, shape function and plain meaning of each.
 
 A recognised or fused operator's *reference* below is its definition: the simulator and the eager runner execute it, and
 lowering traces through it so that Inductor sees ordinary ATen code. Attention over the paged pool is the exception:
@@ -11,7 +11,12 @@ KV heads, ``D`` head size, ``V`` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +42,106 @@ def _define(schema: str, fake: Callable, *, traced: bool = True) -> Callable:
         return overload
 
     return register
+
+
+# -- operators of other packages ------------------------------------------------------------------------------------
+
+ROWWISE: set[torch._ops.OpOverload] = set()
+"""Operators whose rows (the last dimension) are computed each by itself, from whole rows."""
+
+KERNELS: dict[torch._ops.OpOverload, dict[str, Callable]] = {}
+"""Operator -> device type -> the kernel that runs there instead of the reference."""
+
+_FILES = "GRAPHSRT_OPERATORS"
+_namespaces: dict[str, torch.library.Library] = {}
+_defined: dict[str, tuple[str, str]] = {}  # operator -> file and schema
+
+
+def define(
+    schema: str,
+    *,
+    namespace: str,
+    placement: str,
+    kernels: Mapping[str, Callable] | None = None,
+    fake: Callable | None = None,
+) -> Callable[[Callable], torch._ops.OpOverload]:
+    """Decorator that makes an operator ``<namespace>::<name>`` of a plain function, its *reference*.
+
+        @ops.define("(Tensor x, *, float limit) -> Tensor", namespace="mine", placement="pointwise")
+        def capped(x, *, limit):
+            return limit * torch.tanh(x / limit)
+
+    ``schema``: argument types and result as PyTorch writes them; nothing may be written in place. The reference, in
+    ATen operators, is the operator's definition: it runs on every device that has no kernel, and compiled code is made
+    from it. ``kernels``: device type (``"cuda"``) -> a function with the reference's parameters that runs there
+    instead. ``fake``: shapes and dtypes of the result; by default those of the reference.
+
+    ``placement`` says how the operator treats divided values: ``"pointwise"`` if each element of the result comes from
+    the elements at its place (with broadcasting), ``"rowwise"`` if each row comes from the rows at its place, whole in
+    the last dimension (a norm, a softmax); an argument with fewer dimensions than the result must be whole.
+
+    Call it in a module that is imported, not in the script that is started: rank processes import that module to know
+    the operator (``GRAPHSRT_OPERATORS`` tells them which). ValueError for a name or placement that cannot be.
+    """
+    if namespace in ("aten", "prim", "prims", "graphsrt") or not namespace.isidentifier():
+        raise ValueError(f"an operator of your own needs a namespace of your own, not {namespace!r}")
+    if placement not in ("pointwise", "rowwise"):
+        raise ValueError(f'placement is "pointwise" or "rowwise", not {placement!r}')
+
+    def register(reference: Callable) -> torch._ops.OpOverload:
+        name = reference.__name__
+        library = _namespaces.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
+        origin = (str(Path(reference.__code__.co_filename).resolve()), schema)
+        if _defined.get(f"{namespace}::{name}") == origin:  # the same file, loaded under another name
+            return getattr(getattr(torch.ops, namespace), name).default
+        if hasattr(getattr(torch.ops, namespace), name):
+            raise ValueError(f"there is an operator {namespace}::{name} already")
+        library.define(f"{name}{schema}", tags=(torch.Tag.pointwise,) if placement == "pointwise" else ())
+        library.impl(name, reference, "CompositeExplicitAutograd")
+        for device, kernel in (kernels or {}).items():
+            library.impl(name, kernel, device.upper())
+        torch.library.register_fake(f"{namespace}::{name}", fake or reference, lib=library)
+        overload = getattr(getattr(torch.ops, namespace), name).default
+        if overload._schema.is_mutable:
+            raise ValueError(f"{namespace}::{name} writes its arguments; operators of a program do not")
+        REFERENCE[overload] = reference
+        KERNELS[overload] = dict(kernels or {})
+        if placement == "rowwise":
+            ROWWISE.add(overload)
+        _defined[f"{namespace}::{name}"] = origin
+        _tell_other_processes(reference)
+        return overload
+
+    return register
+
+
+def _tell_other_processes(reference: Callable) -> None:
+    """Processes that we start inherit which modules define operators."""
+    module, file = reference.__module__, str(Path(reference.__code__.co_filename).resolve())
+    listed = json.loads(os.environ.get(_FILES) or "{}")
+    if module != "__main__" and listed.get(module) != file:
+        os.environ[_FILES] = json.dumps({**listed, module: file})
+
+
+def import_operators() -> bool:
+    """Import the modules whose operators the process that started this one has; True if any was new here."""
+    found = False
+    for module, file in json.loads(os.environ.get(_FILES) or "{}").items():
+        if module in sys.modules or not os.path.exists(file):
+            continue
+        found = True
+        try:
+            spec = importlib.util.find_spec(module)
+        except ImportError:
+            spec = None
+        if spec is not None and spec.origin is not None and str(Path(spec.origin).resolve()) == file:
+            importlib.import_module(module)
+            continue
+        spec = importlib.util.spec_from_file_location(module, file)  # a file beside a script, not on our path
+        assert spec is not None and spec.loader is not None, file
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    return found
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

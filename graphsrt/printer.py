@@ -36,7 +36,20 @@ import torch.fx as fx
 
 from graphsrt.placement import Layout, Partial, Placement, Replicate, Shard
 from graphsrt.program import Input, PassReport, Program, Shapes, Weight, aten, target_name
-from graphsrt.recipes import Cat, Ckpt, Const, OnOwner, Recipe, RopeTable, ShardOf, ShardStart, Take, Transpose
+from graphsrt.recipes import (
+    Cat,
+    Ckpt,
+    Const,
+    Fill,
+    Mul,
+    OnOwner,
+    Recipe,
+    RopeTable,
+    ShardOf,
+    ShardStart,
+    Take,
+    Transpose,
+)
 
 DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64,
@@ -178,6 +191,10 @@ def recipe_text(recipe: Recipe, *, short: bool = False) -> str:
                 return f"cat([{', '.join(text(part) for part in parts)}], dim={dim})"
             case Transpose(x, dim0, dim1):
                 return f"transpose({text(x)}, {dim0}, {dim1})"
+            case Mul(x, by, dim):
+                return f"mul({text(x)}, {text(by)}, dim={dim})"
+            case Fill(shape, number):
+                return f"fill({list(shape)}, {literal_text(float(number))})"
             case OnOwner(x):
                 return f"on_owner({text(x)})"
             case ShardStart(layout):

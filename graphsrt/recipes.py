@@ -78,6 +78,16 @@ class Transpose(Recipe):
 
 
 @dataclass(frozen=True)
+class Mul(Recipe):
+    """``x`` with every slice along dimension ``dim`` multiplied by one entry of the vector ``by``: what a norm's weight
+    is to the linear that reads the norm. Computed in float32 or wider and rounded once, to the weight's dtype."""
+
+    x: Recipe
+    by: Recipe
+    dim: int
+
+
+@dataclass(frozen=True)
 class OnOwner(Recipe):
     """``x`` on rank 0, zeros elsewhere: a bias that is added before a sum over ranks."""
 
@@ -100,6 +110,14 @@ class Const(Recipe):
 
 
 @dataclass(frozen=True)
+class Fill(Recipe):
+    """One number everywhere."""
+
+    shape: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True)
 class RopeTable(Recipe):
     """Rotary table ``[max_positions, 2·n]``: ``scaling·cos(p·inv_freq)`` then ``scaling·sin(p·inv_freq)``.
 
@@ -118,6 +136,9 @@ def leaves(recipe: Recipe) -> Iterator[str]:
             yield name
         case ShardOf(x) | Take(x) | Transpose(x) | OnOwner(x):
             yield from leaves(x)
+        case Mul(x, by):
+            yield from leaves(x)
+            yield from leaves(by)
         case Cat(parts):
             for part in parts:
                 yield from leaves(part)
@@ -136,6 +157,8 @@ def rename(recipe: Recipe, names: Callable[[str], str]) -> Recipe:
             return Transpose(rename(x, names), dim0, dim1)
         case OnOwner(x):
             return OnOwner(rename(x, names))
+        case Mul(x, by, dim):
+            return Mul(rename(x, names), rename(by, names), dim)
         case Cat(parts, dim):
             return Cat(tuple(rename(p, names) for p in parts), dim)
     return recipe
@@ -151,6 +174,8 @@ def localize(recipe: Recipe, rank: int, size: int) -> Recipe:
             return Cat(tuple(localize(part, rank, size) for part in parts), dim)
         case Transpose(x, dim0, dim1):
             return Transpose(localize(x, rank, size), dim0, dim1)
+        case Mul(x, by, dim):
+            return Mul(localize(x, rank, size), localize(by, rank, size), dim)
         case OnOwner(x):
             return x if rank == 0 else Take(x, 0, (f"~0:{size}",), "zero")
         case ShardStart(layout):
@@ -187,6 +212,10 @@ def _evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtyp
             return torch.tensor([_first_owned(layout, rank)])
         case Const(shape, values):
             return torch.tensor(values, dtype=torch.float64).reshape(shape)
+        case Fill(shape, number):
+            return torch.full(shape, number, dtype=dtype)
+        case Mul(x, by, dim):
+            return _times(_evaluate(x, rank, source, dtype), _evaluate(by, rank, source, dtype), dim, dtype)
         case RopeTable():
             return rope_table(recipe)
     raise TypeError(f"unknown recipe {recipe!r}")
@@ -197,6 +226,11 @@ def rope_table(recipe: RopeTable) -> torch.Tensor:
     inv_freq = torch.tensor(recipe.inv_freq, dtype=torch.float32)
     angles = torch.arange(recipe.max_positions, dtype=torch.float32)[:, None] * inv_freq
     return torch.cat([angles.cos() * recipe.scaling, angles.sin() * recipe.scaling], dim=-1)
+
+
+def _times(x: torch.Tensor, by: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
+    return x.to(wide) * by.to(wide).reshape([-1 if d == dim else 1 for d in range(x.dim())])
 
 
 def _span(text: str) -> Run:
@@ -210,6 +244,10 @@ def _take(
     if isinstance(x, Transpose):  # push the slices inwards: the checkpoint's own dimension is the one to cut
         swapped = {x.dim0: x.dim1, x.dim1: x.dim0}.get(dim, dim)
         return _take(x.x, swapped, runs, unowned, rank, source, dtype).transpose(x.dim0, x.dim1)
+    if isinstance(x, Mul):
+        cut = dim == x.dim  # a vector along the dimension that is cut is cut as well
+        scale = _take(x.by, 0, runs, unowned, rank, source, dtype) if cut else _evaluate(x.by, rank, source, dtype)
+        return _times(_take(x.x, dim, runs, unowned, rank, source, dtype), scale, x.dim, dtype)
     whole = None if isinstance(x, Ckpt) else _evaluate(x, rank, source, dtype)
     pieces = []
     for run in runs:

@@ -27,7 +27,7 @@ from graphsrt.passes.runner import Pass, pass_name, run
 from graphsrt.placement import Partial, Placement, Shard
 from graphsrt.printer import diff_text, print_program
 from graphsrt.program import Input, NearMiss, Program, Weight
-from graphsrt.recipes import Cat, Ckpt, OnOwner, Recipe, ShardOf, TensorSource, Transpose
+from graphsrt.recipes import Cat, Ckpt, Mul, OnOwner, Recipe, ShardOf, TensorSource, Transpose
 from graphsrt.simulate import Values, load, simulate
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.01}
@@ -277,6 +277,9 @@ def _leaf_shapes(recipe: Recipe, shape: list[int], found: dict[str, tuple[int, .
             _leaf_shapes(x, swapped, found)
         case OnOwner(x):
             _leaf_shapes(x, shape, found)
+        case Mul(x, by, dim):
+            _leaf_shapes(x, shape, found)
+            _leaf_shapes(by, [shape[dim]], found)
         case Cat(parts, dim):
             for part in parts:
                 size = _size_along(part, dim, found)
@@ -286,6 +289,8 @@ def _leaf_shapes(recipe: Recipe, shape: list[int], found: dict[str, tuple[int, .
 
 def _size_along(part: Recipe, dim: int, found: Mapping[str, tuple[int, ...]]) -> int | None:
     """Local size of one part of a concatenation; None if only another weight or program can tell."""
+    while isinstance(part, Mul):
+        part = part.x
     if isinstance(part, ShardOf) and part.dim == dim:
         return part.layout.local_size
     while isinstance(part, (ShardOf, OnOwner)):

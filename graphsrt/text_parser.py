@@ -21,7 +21,20 @@ from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Layout, Partial, Placement, R, Shard
 from graphsrt.printer import DTYPES, NAME, SEPARATOR, derived_module, type_text
 from graphsrt.program import Input, NearMiss, PassReport, Program, Weight, target_from_name
-from graphsrt.recipes import Cat, Ckpt, Const, OnOwner, Recipe, RopeTable, ShardOf, ShardStart, Take, Transpose
+from graphsrt.recipes import (
+    Cat,
+    Ckpt,
+    Const,
+    Fill,
+    Mul,
+    OnOwner,
+    Recipe,
+    RopeTable,
+    ShardOf,
+    ShardStart,
+    Take,
+    Transpose,
+)
 from graphsrt.text_line import Line, parse_layout
 
 # recipe name -> its class, and (argument, type, default) in order; a default of ... means none
@@ -31,6 +44,8 @@ _RECIPES: dict[str, tuple[type[Recipe], tuple[tuple[str, type, Any], ...]]] = {
     "take": (Take, (("x", Recipe, ...), ("dim", int, ...), ("addresses", list, ...), ("unowned", str, "copy"))),
     "cat": (Cat, (("parts", list, ...), ("dim", int, ...))),
     "transpose": (Transpose, (("x", Recipe, ...), ("dim0", int, ...), ("dim1", int, ...))),
+    "mul": (Mul, (("x", Recipe, ...), ("by", Recipe, ...), ("dim", int, ...))),
+    "fill": (Fill, (("shape", list, ...), ("value", float, ...))),
     "on_owner": (OnOwner, (("x", Recipe, ...),)),
     "shard_start": (ShardStart, (("layout", Layout, ...),)),
     "const": (Const, (("shape", list, ...), ("values", list, ...))),

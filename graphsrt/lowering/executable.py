@@ -159,7 +159,8 @@ class Executable:
 
             return radix_attention.radix_attention if node.target is ops.radix_attention else radix_attention.kv_write
         assert callable(node.target)
-        return plain(node.target)
+        # An operator with kernels goes through the dispatcher, which knows the device.
+        return node.target if ops.KERNELS.get(node.target) else plain(node.target)  # type: ignore[call-overload]
 
     def _collective(self, node: fx.Node) -> Callable[..., Any]:
         axis = node.kwargs["axis"]

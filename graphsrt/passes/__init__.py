@@ -11,6 +11,7 @@ from graphsrt.passes.page_attention import page_attention
 from graphsrt.passes.recognize_gated_mlp import recognize_gated_mlp
 from graphsrt.passes.recognize_rms_norm import recognize_rms_norm
 from graphsrt.passes.recognize_rope import recognize_rope
+from graphsrt.passes.runner import insert
 from graphsrt.passes.select_logit_rows import select_logit_rows
 from graphsrt.passes.shard_tensor_parallel import shard_tensor_parallel
 
@@ -27,3 +28,5 @@ PIPELINE: list[Callable[..., int]] = [
     fuse_add_rms_norm,
     fuse_silu_mul,
 ]
+
+__all__ = ["PIPELINE", "insert"]

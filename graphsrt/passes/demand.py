@@ -57,6 +57,10 @@ def demand(program: Program, node: fx.Node, shard: Shard, ranks: int) -> Demands
         return [(args["gate"], shard), (args["up"], shard)]
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         return _pointwise(node, shard)
+    if target in ops.ROWWISE:
+        if dim == last:
+            raise Refusal(node, f"{target_name(target)} needs whole rows")
+        return [wanted for wanted in _pointwise(node, shard) if program.weight_of(wanted[0]) is None]
     if target in _VIEWS:
         return _view(program, node, args["self"], dim, layout, ranks)
     if target is aten.transpose.int:

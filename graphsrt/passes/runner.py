@@ -71,8 +71,16 @@ def select(pipeline: Sequence[Pass], *, without: Iterable[str] = (), stop_after:
 
 
 def insert(pipeline: Sequence[Pass], new: Pass, *, before: str | None = None, after: str | None = None) -> list[Pass]:
-    """The pipeline with a pass put before or after another one (at the end if neither is given)."""
+    """The pipeline with a pass put before or after another one.
+
+    If neither is given, the pass's own attribute ``before`` or ``after`` counts, and without one it goes to the end.
+    ValueError for both at once and for a name that is not in the pipeline.
+    """
     names = [pass_name(function) for function in pipeline]
+    if before is None and after is None:
+        before, after = _attribute(new, "before", None), _attribute(new, "after", None)
+    if before is not None and after is not None:
+        raise ValueError(explain(f"{pass_name(new)} has one place", expected="before= or after=", got="both"))
     anchor = before or after
     if anchor is not None and anchor not in names:
         raise ValueError(explain(f"no pass is called {anchor!r}", expected=", ".join(names)))
