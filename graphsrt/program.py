@@ -439,7 +439,14 @@ def target_from_name(name: str) -> Target:
     try:
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
     except AttributeError:
-        raise CompileError(f"unknown operator {name}") from None
+        if ops.import_operators():
+            return target_from_name(name)
+        raise CompileError(
+            explain(
+                f"unknown operator {name}",
+                hint="define it with graphsrt.ops.define in a module that is imported, not in the script itself",
+            )
+        ) from None
 
 
 def is_mutating(target: Any) -> bool:

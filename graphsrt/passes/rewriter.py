@@ -103,7 +103,8 @@ class Rewrite:
     """A pass made of patterns and a replacement; call it with a program."""
 
     def __init__(self, pattern: Callable, *, shapes: dict[str, tuple], attributes: dict[str, Any], named: str,
-                 confirm: bool, expect: Callable[[Program], int] | None, numerics: str, required: bool):  # fmt: skip
+                 confirm: bool, expect: Callable[[Program], int] | None, numerics: str, required: bool,
+                 before: str | None = None, after: str | None = None):  # fmt: skip
         self.__name__ = pattern.__name__
         self.__doc__ = inspect.getdoc(inspect.getmodule(pattern)) if pattern.__doc__ is None else pattern.__doc__
         self.__module__ = pattern.__module__
@@ -114,6 +115,8 @@ class Rewrite:
         self.expect = expect
         self.numerics = numerics
         self.required = required
+        self.before = before
+        self.after = after
         self.replacement: Callable = _no_replacement
         self.condition: Callable | None = None
 
@@ -417,6 +420,8 @@ def rewrite(
     expect: Callable[[Program], int] | None = None,
     numerics: str = "exact",
     required: bool = True,
+    before: str | None = None,
+    after: str | None = None,
 ) -> Callable[[Callable], Rewrite]:
     """Make a pass of a pattern function; see the module's docstring.
 
@@ -427,6 +432,7 @@ def rewrite(
     ``expect``: how often the pass should fire, from the program before it; None for no expectation.
     ``numerics``: "exact" if results are bitwise the same, "close" if they may round differently.
     ``required``: whether firing nowhere, where something is expected, is an error or only noted.
+    ``before``, ``after``: the pass beside which it belongs, for :func:`graphsrt.passes.insert` and installed packages.
     """
     return lambda pattern: Rewrite(
         pattern,
@@ -437,4 +443,6 @@ def rewrite(
         expect=expect,
         numerics=numerics,
         required=required,
+        before=before,
+        after=after,
     )
