@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,8 +163,9 @@ def trace(
     source = resolve(model, dtype=_dtype(dtype), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     folder = dump if dump is not None else os.environ.get("GRAPHSRT_DUMP")
     dump_folder = DumpFolder(Path(folder)) if folder else None
-    program = _capture(source, tp, context_length)
-    stages = run(program, chosen, strict=strict, dump=dump_folder, limits=limits)
+    with _paused_collector():
+        program = _capture(source, tp, context_length)
+        stages = run(program, chosen, strict=strict, dump=dump_folder, limits=limits)
     return Traced(source, stages)
 
 
@@ -267,6 +270,18 @@ def _verify(source: ModelSource, tp: int, chosen: Sequence[Pass], strict: bool) 
     from graphsrt.verification import verify as verify_model
 
     return verify_model(source.module if source.module is not None else source.config, tp, passes=chosen, strict=strict)
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Hundreds of thousands of graph objects are made and kept: looking through them again and again costs a third."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _capture(source: ModelSource, tp: int, context_length: int | None) -> Program:
