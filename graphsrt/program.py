@@ -9,6 +9,11 @@ operators. A node's name is its name in the text (module path and role, dots inc
 ``module``     path of the module that computed the value in the original model ("" outside of any)
 ``source``     "file:line" in the model's code
 ``made_by``    names of the passes that created or replaced the node, oldest first
+``rule``       "file:line" of the pass, or of the spelling of a rewrite, that made the node last
+``from_nodes`` where the last pass made or renamed the node: names of the values it came from, as they were before it
+
+The text leaves the last two out: ``made_by`` names the pass. A pass says where a node comes from with ``like=`` of
+:meth:`Program.call`, or all of it in ``meta["origin"]`` (nodes); the runner makes names of that.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,7 +60,7 @@ class Weight:
     placement: Placement | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class NearMiss:
     """A place where a pass almost fired: the node, and the reason in words."""
 
@@ -64,9 +69,20 @@ class NearMiss:
     reason: str
 
 
+@dataclass(frozen=True)
+class Site:
+    """A place where a pass fired: the value that it made, and the names before it of the values it came from."""
+
+    node: str
+    module: str
+    source: str
+    rule: str
+    from_nodes: tuple[str, ...] = ()
+
+
 @dataclass
 class PassReport:
-    """What a pass did. ``expected`` is None where the pass has no expectation."""
+    """What a pass did. ``expected`` is None where the pass has no expectation. The text leaves ``sites`` out."""
 
     name: str
     fired: int = 0
@@ -76,6 +92,11 @@ class PassReport:
     milliseconds: float = 0.0
     near_misses: list[NearMiss] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list, compare=False, repr=False)
+
+    def copy(self) -> PassReport:
+        """A copy with lists of its own; what is in them never changes."""
+        return replace(self, near_misses=list(self.near_misses), notes=list(self.notes), sites=list(self.sites))
 
 
 class Shapes:
@@ -279,6 +300,8 @@ class Program:
             "source": meta.get("source", ""),
             "made_by": meta.get("made_by", ()),
         }
+        if like is not None:
+            node.meta["origin"] = (like,)
         return node
 
     def _end(self) -> fx.Node:
@@ -370,7 +393,7 @@ class Program:
         other.inputs = dict(self.inputs)
         other.weights = {name: copy.copy(weight) for name, weight in self.weights.items()}
         other.constants = dict(self.constants)
-        other.history = copy.deepcopy(self.history)
+        other.history = [report.copy() for report in self.history]
         other.shapes = self.shapes
         mapping: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
@@ -398,11 +421,13 @@ class Program:
         return local
 
     def lint(self) -> None:
-        """Structure that must hold after every pass; ``AssertionError``-free: raises CompileError."""
+        """Structure that must hold after every pass; raises CompileError naming the node."""
+        self._lint_order()
         self.graph.lint()
         seen: set[str] = set()
         started = False
         for node in self.graph.nodes:
+            self._lint_writes(node)
             if node.name in seen:
                 raise CompileError(f"two values are called {node.name}")
             seen.add(node.name)
@@ -412,6 +437,42 @@ class Program:
                 raise CompileError(f"{node.name}: inputs and weights must stand before the first operator")
             started = started or node.op == "call_function"
         self.output  # noqa: B018  (raises StopIteration for a graph without output)
+
+    def _lint_order(self) -> None:
+        computed: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            for used in node.all_input_nodes:
+                if used not in computed:
+                    raise CompileError(
+                        explain(
+                            f"{node.name} uses {used.name} before it is computed"
+                            if used.graph is self.graph and not used._erased
+                            else f"{node.name} uses {used.name}, which is not in the program",
+                            where=f"{node.name} {where(node)}".strip(),
+                            expected="every value after the values that it is computed from",
+                        )
+                    )
+            computed.add(node)
+
+    def _lint_writes(self, node: fx.Node) -> None:
+        """The KV pool is the only memory that a program writes."""
+        if node.op != "call_function" or not is_mutating(node.target) or node.target is aten.detach_.default:
+            return
+        given = arguments(node)
+        for argument in node.target._schema.arguments:  # type: ignore[union-attr]
+            written = given[argument.name]
+            if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(written, fx.Node):
+                continue
+            if written.op == "placeholder" and self.inputs[written.name].role == "kv_pool":
+                continue
+            raise CompileError(
+                explain(
+                    f"in-place write: {target_name(node.target)} writes into {written.name}",
+                    where=f"{node.name} {where(node)}".strip(),
+                    expected="operators without side effects; only the KV pool is ever written",
+                    hint=f"use the operator that returns a new value instead of {target_name(node.target)}",
+                )
+            )
 
 
 # -- nodes ----------------------------------------------------------------------------------------------------------
@@ -495,6 +556,6 @@ def walk(value: Any) -> Iterator[fx.Node]:
 
 
 __all__ = [
-    "Input", "NearMiss", "PassReport", "Program", "Shapes", "Weight", "arguments", "aten", "is_mutating", "layer_of",
-    "ops", "target_from_name", "target_name", "walk", "where",
+    "Input", "NearMiss", "PassReport", "Program", "Shapes", "Site", "Weight", "arguments", "aten", "is_mutating",
+    "layer_of", "ops", "target_from_name", "target_name", "walk", "where",
 ]  # fmt: skip

@@ -9,11 +9,19 @@ Numerics: exact.  Source: ours; SGLang's and vLLM's silu_and_mul.
 
 from __future__ import annotations
 
+import torch.fx as fx
+
 from graphsrt import ops
 from graphsrt.program import NearMiss, Program, arguments, aten
 
 
-def fuse_silu_mul(program: Program, *, limit: int | None = None, near_misses: list[NearMiss] | None = None) -> int:
+def fuse_silu_mul(
+    program: Program,
+    *,
+    limit: int | None = None,
+    near_misses: list[NearMiss] | None = None,
+    sites: list[fx.Node] | None = None,
+) -> int:
     """Fuse wherever gate is the first half and up the second half of one value."""
     fired = 0
     for node in program.calls(ops.glu):
@@ -34,6 +42,8 @@ def fuse_silu_mul(program: Program, *, limit: int | None = None, near_misses: li
                 else fused.name,
             )
             fired += 1
+            if sites is not None:
+                sites.append(fused)
         elif near_misses is not None:
             near_misses.append(NearMiss(node.name, node.meta.get("module", ""), reason))
     program.remove_dead()

@@ -57,6 +57,7 @@ def merge(program: Program, linears: list[fx.Node], role: str, made_by: str) -> 
     )
     merged.meta["made_by"] = (*first.meta.get("made_by", ()), made_by)
     merged.meta["module"] = f"{path}{role}"
+    merged.meta["origin"] = (first, *(linear for linear in linears if linear is not first))
     last = first.meta["val"].dim() - 1
     places = [linear.meta.get("placement") for linear in linears]
     if all(isinstance(place, Shard) for place in places):

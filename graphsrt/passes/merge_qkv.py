@@ -12,15 +12,25 @@ Numerics: exact up to the matrix library's choice of blocks.  Source: ours; ever
 
 from __future__ import annotations
 
+import torch.fx as fx
+
 from graphsrt import ops
 from graphsrt.passes.merge import linear_behind, merge, why_not
 from graphsrt.program import NearMiss, Program, arguments
 
 
-def merge_qkv(program: Program, *, near_misses: list[NearMiss] | None = None) -> int:
-    """Merge wherever q, k and v come from three linears of one input."""
+def merge_qkv(
+    program: Program,
+    *,
+    limit: int | None = None,
+    near_misses: list[NearMiss] | None = None,
+    sites: list[fx.Node] | None = None,
+) -> int:
+    """Merge wherever q, k and v come from three linears of one input, in at most ``limit`` places."""
     fired = 0
     for node in program.calls(ops.attention):
+        if limit is not None and fired >= limit:
+            break
         args = arguments(node)
         linears = [linear_behind(args[name]) for name in ("q", "k", "v")]
         reason = None
@@ -31,8 +41,10 @@ def merge_qkv(program: Program, *, near_misses: list[NearMiss] | None = None) ->
         else:
             reason = why_not(program, linears)  # type: ignore[arg-type]
         if reason is None:
-            merge(program, linears, "qkv_proj", "merge_qkv")  # type: ignore[arg-type]
+            made = merge(program, linears, "qkv_proj", "merge_qkv")  # type: ignore[arg-type]
             fired += 1
+            if sites is not None:
+                sites.append(made)
         elif near_misses is not None:
             near_misses.append(NearMiss(node.name, node.meta.get("module", ""), reason))
     program.remove_dead()

@@ -36,15 +36,25 @@ class _Rotation:
     half: int
 
 
-def recognize_rope(program: Program, *, near_misses: list[NearMiss] | None = None) -> int:
-    """Rewrite every rotation; the count is of rotations, two to a layer."""
+def recognize_rope(
+    program: Program,
+    *,
+    limit: int | None = None,
+    near_misses: list[NearMiss] | None = None,
+    sites: list[fx.Node] | None = None,
+) -> int:
+    """Rewrite every rotation, or the first ``limit``; the count is of rotations, two to a layer."""
     fired = 0
     for neg in program.calls(aten.neg.default):
+        if limit is not None and fired >= limit:
+            break
         found = _rotation(neg)
         if isinstance(found, _Rotation):
-            reason = _replace(program, found)
-            if reason is None:
+            rotated, reason = _replace(program, found)
+            if rotated is not None:
                 fired += 1
+                if sites is not None:
+                    sites.append(rotated)
                 continue
         else:
             reason = found
@@ -99,27 +109,27 @@ def _rotation(neg: fx.Node) -> _Rotation | str:
     return "the swapped halves are not multiplied by a sine and added to x times a cosine"
 
 
-def _replace(program: Program, rotation: _Rotation) -> str | None:
+def _replace(program: Program, rotation: _Rotation) -> tuple[fx.Node | None, str | None]:
+    """The operator that now rotates, or why nothing was done ("" or None where it is not worth a word)."""
     x, result = rotation.x, rotation.result
     given: Any
     leaves = _leaves([rotation.cos, rotation.sin])
     positions = [leaf for leaf in leaves if leaf.op == "placeholder"]
     weights = [program.weights[str(leaf.target)] for leaf in leaves if leaf.op == "get_attr"]
     if [p.name for p in positions] != ["positions"] or any(not isinstance(w.recipe, Const) for w in weights):
-        return (
-            f"cosine and sine depend on {[leaf.name for leaf in leaves]}, not on positions and fixed frequencies alone"
-        )
+        names = [leaf.name for leaf in leaves]
+        return None, f"cosine and sine depend on {names}, not on positions and fixed frequencies alone"
     frequencies = [w.recipe for w in weights if w.shape == (rotation.half,)]
     if len(frequencies) != 1:
-        return f"expected one vector of {rotation.half} frequencies, found {len(frequencies)}"
+        return None, f"expected one vector of {rotation.half} frequencies, found {len(frequencies)}"
     assert isinstance(frequencies[0], Const)
     recipe = RopeTable(frequencies[0].values, _scaling(rotation.cos), program.constants["context_length"])
     heads_first = program.shape(x)[1] == "T"
     if not heads_first and program.shape(x)[0] != "T":
-        return f"x has shape {program.shape(x)}; expected tokens in one of the first two dimensions"
+        return None, f"x has shape {program.shape(x)}; expected tokens in one of the first two dimensions"
     reason = _disagreement(program, rotation, recipe, heads_first)
     if reason is not None:
-        return reason
+        return None, reason
     table = _table(program, recipe, rotation.cos)
     given = x
     if heads_first:
@@ -135,11 +145,11 @@ def _replace(program: Program, rotation: _Rotation) -> str | None:
         source: fx.Node = whole
         given = source.args[0] if heads_first and _swaps(source) else source
         if heads_first and given is source:
-            return None
+            return rotated, None
         rotated = _call(program, given, positions[0], table, result)
         result = next(iter(result.users))
     _take_place(program, result, rotated, heads_first)
-    return None
+    return rotated, None
 
 
 def _call(program: Program, x: fx.Node, positions: fx.Node, table: fx.Node, like: fx.Node) -> fx.Node:

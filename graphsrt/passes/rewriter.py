@@ -22,12 +22,14 @@ Source of the idea: onnxscript's and torch.fx's pattern rewriters; a failed matc
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from graphsrt.passes.behaviour import disagreement
 from graphsrt.passes.normalize import normalize
 from graphsrt.program import Input, NearMiss, Program, Weight, arguments, aten, map_arguments, target_name
 
+_ROOT = Path(__file__).parents[2]
 _COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
 _SIZES = {"T": 5, "B": 3, "E": 34, "F": 46, "D": 38, "N": 58}
 """Sizes that patterns are traced with: distinct, even and unlikely as literals of a pattern."""
@@ -97,6 +100,7 @@ class _Pattern:
     outputs: tuple[fx.Node, ...]
     size: int
     attributes: dict[str, Any]
+    function: Callable
 
 
 class Rewrite:
@@ -139,12 +143,20 @@ class Rewrite:
 
         return add
 
-    def __call__(self, program: Program, *, limit: int | None = None, near_misses: list[NearMiss] | None = None) -> int:
-        """Rewrite everywhere, first to last, at most ``limit`` times; near misses are appended to the list given."""
+    def __call__(
+        self,
+        program: Program,
+        *,
+        limit: int | None = None,
+        near_misses: list[NearMiss] | None = None,
+        sites: list[fx.Node] | None = None,
+    ) -> int:
+        """Rewrite everywhere, first to last, at most ``limit`` times.
+
+        Near misses are appended to the list given, and so is the first result of every rewrite made (``sites``).
+        """
         fired = 0
-        patterns = [
-            _traced(s.function, program.dtype, self._frozen_shapes, _freeze(s.attributes)) for s in self.spellings
-        ]
+        patterns = self._patterns(program)
         anchors: set[Any] = {p.outputs[0].target for p in patterns}
         for anchor in program.calls(*anchors):
             if limit is not None and fired >= limit:
@@ -153,11 +165,36 @@ class Rewrite:
                 continue
             match, pattern, miss = self._find(program, patterns, anchor)
             if match is not None and pattern is not None:
-                self._apply(program, pattern, match)
+                made = self._apply(program, pattern, match)
                 fired += 1
+                if sites is not None:
+                    sites.append(made)
             elif miss is not None and near_misses is not None:
                 near_misses.append(miss)
         return fired
+
+    def nearest(self, program: Program) -> list[NearMiss]:
+        """Where the pattern comes closest, best first, however far that is from a match; the program is left alone.
+
+        A near miss of :meth:`__call__` covers half of the pattern. This is for asking why there is not even one.
+        """
+        found: list[tuple[float, NearMiss]] = []
+        for pattern in self._patterns(program):
+            for anchor in program.calls(pattern.outputs[0].target):  # type: ignore[arg-type]
+                failure = _Failure()
+                match = _match(pattern, anchor, failure)
+                if match is not None:
+                    match.literals.update(pattern.attributes)
+                    reason = self._refusal(program, pattern, match)
+                    failure = _Failure(pattern.size, anchor, reason or "")
+                if failure.node is not None and failure.reason:
+                    found.append((failure.matched / pattern.size, _miss(failure)))
+            found += _partial_matches(program, pattern)
+        order = sorted(range(len(found)), key=lambda i: (-found[i][0], i))
+        return list(dict.fromkeys(found[i][1] for i in order))
+
+    def _patterns(self, program: Program) -> list[_Pattern]:
+        return [_traced(s.function, program.dtype, self._frozen_shapes, _freeze(s.attributes)) for s in self.spellings]
 
     @property
     def _frozen_shapes(self) -> tuple:
@@ -179,7 +216,7 @@ class Rewrite:
             share = failure.matched / pattern.size
             if share > closest and failure.matched >= max(2, math.ceil(pattern.size / 2)) and failure.node is not None:
                 closest = share
-                miss = NearMiss(failure.node.name, failure.node.meta.get("module", ""), failure.reason)
+                miss = _miss(failure)
         return None, None, miss
 
     def _refusal(self, program: Program, pattern: _Pattern, match: Match) -> str | None:
@@ -199,10 +236,13 @@ class Rewrite:
             return disagreement(program, outputs, match.values, match.literals, self.replacement)
         return None
 
-    def _apply(self, program: Program, pattern: _Pattern, match: Match) -> None:
-        """Put the replacement where the first output is needed, and erase what it covers."""
+    def _apply(self, program: Program, pattern: _Pattern, match: Match) -> fx.Node:
+        """Put the replacement where the first output is needed, and erase what it covers; returns the first result."""
         outputs = [match.covered[out] for out in pattern.outputs]
-        results = self._emit(program, match, before=outputs[0], like=outputs[0])
+        covered = tuple(dict.fromkeys([*outputs, *match.covered.values()]))
+        results = self._emit(
+            program, match, before=outputs[0], like=outputs[0], origin=covered, rule=rule_of(pattern.function)
+        )
         names = [out.name for out in outputs]
         for old, new in zip(outputs, results):
             if "placement" in old.meta:
@@ -215,14 +255,17 @@ class Rewrite:
             program.graph.erase_node(node)
         program.forget_names()
         if len(results) == 1 and self.named == "role":
-            return
+            return results[0]
         for name, new in zip(names, results):
             if len(results) > 1:
                 program.rename(new, name)
             else:
                 program.rename(new, new.meta.get("module") or name)
+        return results[0]
 
-    def _emit(self, program: Program, match: Match, *, before: fx.Node, like: fx.Node) -> list[fx.Node]:
+    def _emit(
+        self, program: Program, match: Match, *, before: fx.Node, like: fx.Node, origin: tuple[fx.Node, ...], rule: str
+    ) -> list[fx.Node]:
         """Run the replacement on recording stand-ins; every operator that it calls becomes a node."""
         this = self.__name__
 
@@ -233,7 +276,7 @@ class Rewrite:
                 role = target_name(target).split(".")[1] if "." in target_name(target) else "item"
                 label = ".".join(part for part in (like.meta.get("module"), role) if part)
                 node = program.call(target, *args, name=label, before=before, like=like, **kwargs)
-                node.meta["made_by"] = (*like.meta.get("made_by", ()), this)
+                node.meta |= {"made_by": (*like.meta.get("made_by", ()), this), "origin": origin, "rule": rule}
                 program.infer([node])
                 return node
 
@@ -246,6 +289,43 @@ class Rewrite:
 
 def _no_replacement(**_: Any) -> Any:
     raise CompileError("a rewrite has no replacement; define one with @<name>.becomes")
+
+
+def rule_of(function: Callable) -> str:
+    """``file:line`` of a pass or of a spelling of a rewrite, from the folder of the package if it is ours."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, Rewrite):
+        function = function.spellings[0].function
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return type(function).__name__
+    path = Path(code.co_filename)
+    return f"{path.relative_to(_ROOT) if path.is_relative_to(_ROOT) else path.name}:{code.co_firstlineno}"
+
+
+def _miss(failure: _Failure) -> NearMiss:
+    assert failure.node is not None
+    return NearMiss(failure.node.name, failure.node.meta.get("module", ""), failure.reason)
+
+
+def _partial_matches(program: Program, pattern: _Pattern) -> list[tuple[float, NearMiss]]:
+    """Places where the first operators of a pattern are there, but not what follows them."""
+    found = []
+    for inner in pattern.graph.nodes:
+        if inner.op != "call_function" or inner is pattern.outputs[0]:
+            continue
+        wanted = sorted({target_name(user.target) for user in inner.users if user.op == "call_function"})
+        for node in program.calls(inner.target):
+            match = next(_matches(inner, node, Match({}, {}), _Failure()), None)
+            if match is None:
+                continue
+            users = sorted({target_name(u.target) if u.op == "call_function" else "the result" for u in node.users})
+            if set(wanted) <= set(users):
+                continue  # the mismatch is further on
+            reason = f"expected {' and '.join(wanted)} to follow, found {' and '.join(users) or 'nothing'}"
+            found.append((len(match.covered) / pattern.size, NearMiss(node.name, node.meta.get("module", ""), reason)))
+    return found
 
 
 def _freeze(attributes: dict[str, Any]) -> tuple:
@@ -316,7 +396,7 @@ def _traced(pattern: Callable, dtype: torch.dtype, shapes: tuple, attributes: tu
         swap = {value: _Literal(name) for name, value in marks.items()}
         node.args = tuple(swap.get(a, a) if isinstance(a, (float, str)) else a for a in node.args)
         node.kwargs = {k: swap.get(a, a) if isinstance(a, (float, str)) else a for k, a in node.kwargs.items()}
-    return _Pattern(program.graph, outputs, len(program.nodes), dict(attributes))
+    return _Pattern(program.graph, outputs, len(program.nodes), dict(attributes), pattern)
 
 
 class _Literal(str):

@@ -1,7 +1,8 @@
 """Run passes over a program and do for all of them what none should do itself.
 
-Around each pass: fake shapes of new values, lint, placements checked by ``check_placements``, timing, provenance,
-counting against the pass's own expectation, near misses, dumps, and a reproducer when it fails. A pass is a callable
+Around each pass: fake shapes of new values, lint, placements checked by ``check_placements``, what must not change
+(``keeping.py``), timing, provenance, counting against the pass's own expectation, near misses, dumps, and a reproducer
+when it fails. A pass is a callable
 that takes a program and returns how many rewrites it made; ``expect`` (a function of the program before it) may be an
 attribute of it. Configuration is bound in the list with ``functools.partial``.
 """
@@ -11,14 +12,18 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch.fx as fx
 
 from graphsrt.check_placements import check_placements
 from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
-from graphsrt.program import PassReport, Program
+from graphsrt.passes.keeping import check_kept, record_provenance
+from graphsrt.passes.rewriter import rule_of
+from graphsrt.program import PassReport, Program, Site
 
 Pass = Callable[..., int]
 
@@ -96,18 +101,21 @@ def run(
     dump: DumpFolder | None = None,
     limits: dict[str, int] | None = None,
     keep_stages: bool = True,
+    may_miss: Container[str] = (),
 ) -> Stages:
     """Run ``passes`` on ``program`` (it is modified) and return every stage.
 
     ``strict``: a block that stays replicated over ranks is an error. ``limits``: pass name -> at most so many rewrites,
-    for bisecting. Raises CompileError naming the pass; a dump folder then has what re-runs the failing pass alone.
+    for bisecting. ``may_miss``: passes that may fire nowhere. Raises CompileError naming the pass; a dump folder then
+    has what re-runs the failing pass alone.
     """
     stages = Stages([("capture", program.copy())])
     if dump is not None:
         dump.stage(0, "capture", program)
     for index, function in enumerate(passes, start=1):
         before = stages.final
-        report = _run_one(program, function, before, dump, (limits or {}).get(pass_name(function)))
+        name = pass_name(function)
+        report = _run_one(program, function, before, dump, (limits or {}).get(name), name in may_miss)
         if strict and report.name == "shard_tensor_parallel" and report.near_misses:
             _refuse_replicated(report)
         if keep_stages or index == len(passes):
@@ -121,7 +129,7 @@ def run(
 
 
 def _run_one(
-    program: Program, function: Pass, before: Program, dump: DumpFolder | None, limit: int | None
+    program: Program, function: Pass, before: Program, dump: DumpFolder | None, limit: int | None, may_miss: bool
 ) -> PassReport:
     name = pass_name(function)
     report = PassReport(name, nodes_before=len(program.nodes))
@@ -135,16 +143,26 @@ def _run_one(
         if "limit" not in accepted:
             raise ValueError(f"{name} takes no limit; only rewrite passes can be cut short")
         options["limit"] = limit
+    said: list[fx.Node] | None = None
+    if "sites" in accepted:
+        said = options["sites"] = []
+    known = {node: node.name for node in program.graph.nodes}
+    for node in known:
+        node.meta.pop("from_nodes", None)
+        node.meta.pop("origin", None)
     start = time.perf_counter()
     try:
         report.fired = function(program, **options)
         program.remove_dead()
-        program.infer()
         program.lint()
+        program.infer()
         _mark(program, before, name)
+        made = record_provenance(program, before, known, name, rule_of(function))
         _check_types(program, before, name)
+        check_kept(program, before, made, _attribute(function, "numerics", "exact"))
         check_placements(program)
-        _check_count(report, limit, required=_attribute(function, "required", True))
+        report.sites = [_site(node) for node in (made if said is None else said)]
+        _check_count(report, limit, required=not may_miss and _attribute(function, "required", True))
     except Exception as error:
         if dump is not None:
             dump.failure(name, _bound(function), before, error)
@@ -158,6 +176,11 @@ def _run_one(
     report.nodes_after = len(program.nodes)
     program.history.append(report)
     return report
+
+
+def _site(node: fx.Node) -> Site:
+    meta = node.meta
+    return Site(node.name, meta["module"], meta.get("source", ""), meta.get("rule", ""), meta.get("from_nodes", ()))
 
 
 def _check_count(report: PassReport, limit: int | None, required: bool) -> None:
