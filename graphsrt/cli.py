@@ -217,6 +217,43 @@ def verify(
 
 
 @app.command()
+def plan(
+    model: ModelOrConfig,
+    tp: Annotated[int, typer.Option("--tp", help="Ranks.")] = 1,
+    device: Annotated[str, typer.Option("--device", help="h200, h100, a100, mi300x or cpu.")] = "h200",
+    device_file: Annotated[
+        Path | None, typer.Option("--device-file", metavar="FILE", help="Figures of another device, as JSON.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", help="Tokens of a sequence; default 32768, or the model's if less.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences of a decode step.")] = 64,
+    compare: Annotated[str, typer.Option("--compare", metavar="TP,…", help="Ranks side by side.")] = "1,2,4,8,16",
+    as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+    dtype: DtypeOption = None,
+    context_length: ContextLength = None,
+    page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a KV page.")] = 16,
+    without: Without = [],  # noqa: B006
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Memory, FLOPs, bytes and best times on a device, from the config alone; several tp side by side."""
+    from graphsrt import devices
+    from graphsrt.plan import plan
+
+    try:
+        others = [int(number) for number in compare.split(",") if number.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"--compare takes numbers with commas between them, got {compare!r}") from None
+    made = plan(
+        _model_or_config(model, trust_remote_code), tp=tp,
+        device=devices.device(device) if device_file is None else devices.read_device(device_file), context=context,
+        batch=batch, compare=others, page_size=page_size, without=without, dtype=dtype and dtype.value,
+        context_length=context_length, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    print(json.dumps(made.as_dict(), indent=2) if as_json else made)
+
+
+@app.command()
 def cache(
     kinds: Annotated[list[str], typer.Argument(metavar="[KIND]...", help=f"{', '.join(CACHE_KINDS)}")] = [],  # noqa: B006
     clear: Annotated[bool, typer.Option("--clear", help="Remove what is listed.")] = False,
