@@ -80,11 +80,19 @@ def verify(
     Weights are random in any case. A config, or a model above ``SMALL_PARAMETERS``, is replaced by its miniature.
     Raises CompileError where the passes themselves refuse the model.
     """
+    from graphsrt.passes import PIPELINE
+    from graphsrt.passes.runner import run
+
+    chosen: Any = PIPELINE if passes is None else passes
+    stages = run(small_program(model, tp), chosen, strict=strict)
+    return verify_stages(stages.programs, seed=seed)
+
+
+def small_program(model: Any, tp: int) -> Program:
+    """What :func:`verify` runs, captured in float64: the model itself if it is small, else its miniature."""
     from transformers import AutoModelForCausalLM
 
     from graphsrt.capture import capture, check_config, meta_model, meta_twin
-    from graphsrt.passes import PIPELINE
-    from graphsrt.passes.runner import run
 
     if isinstance(model, torch.nn.Module) and sum(p.numel() for p in model.parameters()) <= SMALL_PARAMETERS:
         twin = meta_twin(model, torch.float64)
@@ -97,9 +105,7 @@ def verify(
         twin = meta_model(config, model_class, torch.float64)
     program = capture(twin, context_length=CONTEXT_LENGTH)
     program.mesh = {"tp": tp}
-    chosen: Any = PIPELINE if passes is None else passes
-    stages = run(program, chosen, strict=strict)
-    return verify_stages(stages.programs, seed=seed)
+    return program
 
 
 def verify_stages(
