@@ -77,6 +77,16 @@ ContextLength = Annotated[
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that comes with the model.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read pickle checkpoints; they can run code.")]
+UserPass = Annotated[
+    list[str], typer.Option("--pass", metavar="FILE.py:NAME", help="Add a pass of your own; may be repeated.")
+]
+PassBefore = Annotated[
+    str | None, typer.Option("--before", "--pass-before", metavar="PASS", help="Put --pass before this one.")
+]
+PassAfter = Annotated[
+    str | None, typer.Option("--after", "--pass-after", metavar="PASS", help="Put --pass after this one.")
+]
+PassAfterOnly = Annotated[str | None, typer.Option("--pass-after", metavar="PASS", help="Put --pass after this one.")]
 DumpDir = Annotated[Path | None, typer.Option("--dump", metavar="DIR", help="Write the program after every pass.")]
 
 
@@ -118,6 +128,9 @@ def run(
     context_length: ContextLength = None,
     page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a KV page.")] = 16,
     without: Without = [],  # noqa: B006
+    user_passes: UserPass = [],  # noqa: B006
+    before: PassBefore = None,
+    after: PassAfter = None,
     strict: Strict = False,
     verify: Annotated[bool, typer.Option("--verify", help="First compare every stage on simulated ranks.")] = False,
     dump: DumpDir = None,
@@ -134,7 +147,8 @@ def run(
     params = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, tuple(stop))
     rank = _torchrun_rank()
     with compile(
-        model, tp=tp, ranks=ranks and ranks.value, dtype=dtype and dtype.value, backend=backend.value, without=without,
+        model, tp=tp, ranks=ranks and ranks.value, dtype=dtype and dtype.value, backend=backend.value,
+        passes=_pipeline(user_passes, before, after), without=without,
         strict=strict, dump=dump, verify=verify, context_length=context_length, page_size=page_size,
         progress=not rank, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     ) as compiled:  # fmt: skip
@@ -163,9 +177,16 @@ def inspect(
     rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="What this rank holds and reads.")] = None,
     full: Annotated[bool, typer.Option("--full", help="The complete text, which parses back.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Passes, facts and complete text as JSON.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write one page with all stages, to look at in a browser."),
+    ] = None,
     dtype: DtypeOption = None,
     context_length: ContextLength = None,
     without: Without = [],  # noqa: B006
+    user_passes: UserPass = [],  # noqa: B006
+    before: PassBefore = None,
+    pass_after: PassAfterOnly = None,
     strict: Strict = False,
     dump: DumpDir = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -176,13 +197,23 @@ def inspect(
         raise typer.BadParameter("--diff stands alone: it shows one pass's change of the complete text")
     if (full or as_json) and (layer is not None or rank is not None):
         raise typer.BadParameter("--full and --json show everything; --layer and --rank belong to the folded view")
+    if html is not None and (diff or after or full or as_json or layer is not None or rank is not None):
+        raise typer.BadParameter("--html stands alone: the page shows every stage, layer and rank")
+    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+        raise typer.BadParameter(f"cannot write {html}: --html names a file in a folder that exists")
     from graphsrt.api import trace
 
     source = _model_or_config(model, trust_remote_code)
     traced = trace(
-        source, tp=tp, dtype=dtype and dtype.value, without=without, strict=strict, dump=dump,
+        source, tp=tp, dtype=dtype and dtype.value, passes=_pipeline(user_passes, before, pass_after),
+        without=without, strict=strict, dump=dump,
         context_length=context_length, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     )  # fmt: skip
+    if html is not None:
+        from graphsrt.report import write_report
+
+        print(write_report(traced, html))
+        return
     if diff:
         print(traced.diff(diff) or f"{diff} changed nothing")
         return
@@ -204,15 +235,80 @@ def verify(
     model: ModelOrConfig,
     tp: Annotated[int, typer.Option("--tp", help="Ranks.")] = 2,
     without: Without = [],  # noqa: B006
+    user_passes: UserPass = [],  # noqa: B006
+    before: PassBefore = None,
+    after: PassAfter = None,
     strict: Annotated[bool, typer.Option(help="A linear left whole on every rank is an error.")] = True,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Run every stage on simulated ranks, and compare every value."""
     from graphsrt.api import verify
 
-    report = verify(_model_or_config(model, trust_remote_code), tp=tp, without=without, strict=strict)
+    passes = _pipeline(user_passes, before, after)
+    report = verify(_model_or_config(model, trust_remote_code), tp=tp, passes=passes, without=without, strict=strict)
     print(report)
     if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command("explain")
+def explain_command(
+    model: ModelOrConfig,
+    name: Annotated[str, typer.Argument(metavar="PASS|VALUE", help="A pass, or a value of the final program.")],
+    tp: Annotated[int, typer.Option("--tp", help="Ranks.")] = 1,
+    every: Annotated[bool, typer.Option("--all", help="Identical layers one by one.")] = False,
+    dtype: DtypeOption = None,
+    context_length: ContextLength = None,
+    without: Without = [],  # noqa: B006
+    user_passes: UserPass = [],  # noqa: B006
+    before: PassBefore = None,
+    after: PassAfter = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Where a pass fired, nearly fired and why not; or where a value comes from."""
+    from graphsrt.explain import explain_model
+
+    print(
+        explain_model(
+            _model_or_config(model, trust_remote_code), name, tp=tp, passes=_pipeline(user_passes, before, after),
+            without=without, every=every, dtype=dtype and dtype.value, context_length=context_length,
+            trust_remote_code=trust_remote_code,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def bisect(
+    model: ModelOrConfig,
+    tp: Annotated[int, typer.Option("--tp", help="Ranks.")] = 2,
+    check: Annotated[
+        str | None,
+        typer.Option("--check", metavar="SCRIPT", help="A file with check(program), which raises or returns False."),
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Check the numbers of all simulated ranks.")] = False,
+    dtype: DtypeOption = None,
+    context_length: ContextLength = None,
+    without: Without = [],  # noqa: B006
+    user_passes: UserPass = [],  # noqa: B006
+    before: PassBefore = None,
+    after: PassAfter = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Find the pass, and the single rewrite, after which a check fails. Exit status 1 if there is one."""
+    if bool(check) == verify:
+        raise typer.BadParameter("give either --check SCRIPT or --verify")
+    from graphsrt.bisect import bisect, bisect_numbers, load_check
+
+    source, passes = _model_or_config(model, trust_remote_code), _pipeline(user_passes, before, after)
+    if check is None:
+        found = bisect_numbers(source, tp=tp, passes=passes, without=without)
+    else:
+        found = bisect(
+            source, load_check(check), tp=tp, passes=passes, without=without, dtype=dtype and dtype.value,
+            context_length=context_length, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    print(found)
+    if not found.ok:
         raise typer.Exit(1)
 
 
@@ -228,6 +324,7 @@ def plan(
         int | None, typer.Option("--context", help="Tokens of a sequence; default 32768, or the model's if less.")
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Sequences of a decode step.")] = 64,
+    kv_dtype: Annotated[Dtype | None, typer.Option("--kv-dtype", help="Of cached keys and values.")] = None,
     compare: Annotated[str, typer.Option("--compare", metavar="TP,…", help="Ranks side by side.")] = "1,2,4,8,16",
     as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
     dtype: DtypeOption = None,
@@ -248,7 +345,7 @@ def plan(
         _model_or_config(model, trust_remote_code), tp=tp,
         device=devices.device(device) if device_file is None else devices.read_device(device_file), context=context,
         batch=batch, compare=others, page_size=page_size, without=without, dtype=dtype and dtype.value,
-        context_length=context_length, trust_remote_code=trust_remote_code,
+        kv_dtype=kv_dtype and kv_dtype.value, context_length=context_length, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     print(json.dumps(made.as_dict(), indent=2) if as_json else made)
 
@@ -293,6 +390,25 @@ def _model_or_config(model: str, trust_remote_code: bool) -> Any:
 
         return read_config(path, trust_remote_code=trust_remote_code)
     return model
+
+
+def _pipeline(references: list[str], before: str | None, after: str | None) -> list[Any] | None:
+    """The pipeline with a user's passes in it, in the order given; None, for the default, if there are none."""
+    if not references:
+        if before or after:
+            raise typer.BadParameter("--before and --after say where a --pass goes, and none is given")
+        return None
+    from graphsrt.dump import find_pass
+    from graphsrt.passes import PIPELINE, insert
+    from graphsrt.passes.plugins import with_installed
+    from graphsrt.passes.runner import pass_name
+
+    passes = with_installed(PIPELINE)
+    for reference in references:
+        function = find_pass(reference)
+        passes = insert(passes, function, before=before, after=after)
+        after = pass_name(function) if after else None  # the next one goes behind it
+    return passes
 
 
 def _with_template(compiled: CompiledModel, text: str, system: str | None, chat: bool) -> str | list[int]:

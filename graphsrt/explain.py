@@ -20,6 +20,7 @@ import torch.fx as fx
 
 from graphsrt.errors import explain as explained
 from graphsrt.passes import PIPELINE
+from graphsrt.passes.plugins import with_installed
 from graphsrt.passes.rewriter import Rewrite, rule_of
 from graphsrt.passes.runner import Pass, Stages, pass_name, run, select
 from graphsrt.printer import call_text, recipe_text, type_text
@@ -40,6 +41,30 @@ class _Place:
     words: str
 
 
+def explain_model(
+    model: Any,
+    name: str,
+    *,
+    tp: int = 1,
+    passes: Sequence[Pass] | None = None,
+    without: Iterable[str] = (),
+    every: bool = False,
+    **options: Any,
+) -> str:
+    """What ``graphsrt explain`` prints: of a pass by that name, else of a value of the final program."""
+    from graphsrt.api import trace
+
+    pipeline = with_installed(PIPELINE) if passes is None else list(passes)
+    names = [pass_name(function) for function in pipeline]
+    if name in names:
+        return explain_pass(model, name, tp=tp, passes=pipeline, without=without, every=every, **options)
+    stages = trace(model, tp=tp, passes=pipeline, without=without, **options).stages
+    values = [node.name for node in stages.final.graph.nodes if node.op != "output"]
+    if name not in values:
+        raise ValueError(unknown_name(name, names, values))
+    return explain_node(stages, name, rules=pipeline)
+
+
 def explain_pass(
     model: Any,
     name: str,
@@ -57,7 +82,7 @@ def explain_pass(
     """
     from graphsrt.api import trace
 
-    pipeline = list(PIPELINE if passes is None else passes)
+    pipeline = with_installed(PIPELINE) if passes is None else list(passes)
     chosen = select(pipeline, without=[w for w in without if w != name], stop_after=name)
     function = chosen[-1]
     before = trace(model, tp=tp, passes=chosen[:-1], **options).stages.final
@@ -314,4 +339,4 @@ def _meaning(node: fx.Node) -> str:
     return inspect.getdoc(reference).splitlines()[0] if reference and inspect.getdoc(reference) else ""  # type: ignore[union-attr]
 
 
-__all__ = ["explain_node", "explain_pass", "pass_text", "unknown_name"]
+__all__ = ["explain_model", "explain_node", "explain_pass", "pass_text", "unknown_name"]

@@ -22,8 +22,8 @@ from graphsrt.errors import CompileError
 from graphsrt.miniature import CONTEXT_LENGTH, miniature
 from graphsrt.placement import Layout, Partial, Placement, Replicate, Shard
 from graphsrt.program import Input, Program, Weight, aten, where
-from graphsrt.recipes import Ckpt, Recipe, RopeTable, Transpose
-from graphsrt.simulate import Values, load, simulate
+from graphsrt.recipes import Ckpt, Recipe, RopeTable, Transpose, evaluate
+from graphsrt.simulate import Values, simulate
 
 TOLERANCE = 1e-9
 """Largest difference allowed, relative to the largest magnitude of the value; float64 leaves about 1e-14."""
@@ -131,12 +131,14 @@ def verify_stages(
     report = VerifyReport()
     reference: Reference | None = None
     for name, program in programs:
-        sharded = _sharded(program)
+        sharded = is_sharded(program)
         if not sharded:
             program.mesh = {}  # the same on all ranks: once is enough
         result = StageResult(name)
         report.stages.append(result)
-        weights = load(program, source, axis)
+        weights = _load(program, source, axis, result)
+        if weights is None:
+            break
         stage = _Stage(program, weights, axis, tolerance, result)
         if reference is not None:
             _compare_stage(stage, reference, seed)
@@ -147,6 +149,24 @@ def verify_stages(
         if not result.ok and not sharded:
             break  # a later stage would be compared with a wrong one
     return report
+
+
+def _load(program: Program, source: RandomSource, axis: str, result: StageResult) -> dict[str, Values] | None:
+    """Every weight on every rank; None, and the first operator that reads it named, if a recipe cannot be followed."""
+    weights: dict[str, Values] = {}
+    for name, weight in program.weights.items():
+        reader = next(iter(program.weight_node(name).users), None)
+        try:
+            values = [evaluate(weight.recipe, rank, source, weight.dtype) for rank in range(program.mesh.get(axis, 1))]
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+            _bad(result, reader, f"the weight {name} cannot be made: {str(error).splitlines()[0]}")
+            return None
+        wrong = next((list(value.shape) for value in values if value.shape != weight.shape), None)
+        if wrong is not None:
+            _bad(result, reader, f"the weight {name} is made with shape {wrong}, declared {list(weight.shape)}")
+            return None
+        weights[name] = values
+    return weights
 
 
 # -- programs and weights in float64 -----------------------------------------------------------------------------------
@@ -238,7 +258,7 @@ class RandomSource:
         return value if name in self._embeddings else value / math.sqrt(shape[-1])
 
 
-def _sharded(program: Program) -> bool:
+def is_sharded(program: Program) -> bool:
     return any(node.target in ops.COLLECTIVES for node in program.nodes) or any(
         isinstance(weight.placement, (Shard, Partial)) for weight in program.weights.values()
     )
@@ -402,7 +422,7 @@ class _Watch:
             sizes = [[size for size in tensor.shape if size != 1] for tensor in (value, wanted)]
             if sizes[0] == sizes[1]:
                 wanted = wanted.reshape(value.shape)
-            elif node.target is not self.targets.get(node.name) or not _sharded(self.stage.program):
+            elif node.target is not self.targets.get(node.name) or not is_sharded(self.stage.program):
                 return
         error, reason = _difference(value, wanted)
         result.num_compared += 1
