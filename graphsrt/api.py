@@ -206,9 +206,9 @@ def compile(
     keys and values (default ``dtype``).
     ``backend``: "inductor", or "eager" to run the program node by node; neither stands in for the other.
     ``passes``: the pipeline (default ``graphsrt.passes.PIPELINE`` with the passes of installed packages); ``without``:
-    names to leave out; ``stop_after``: the last pass to run. ``strict``: a linear left whole on every rank is an error. ``dump``: folder for the text
-    after every pass (or ``GRAPHSRT_DUMP``). ``verify``: compare every stage on simulated ranks first, as
-    :func:`verify` does.
+    names to leave out; ``stop_after``: the last pass to run. ``strict``: a linear left whole on every rank is an error.
+    ``dump``: folder for the text after every pass (or ``GRAPHSRT_DUMP``). ``verify``: compare every stage on simulated
+    ranks first, as :func:`verify` does.
     ``context_length``: most tokens of a sequence (default the model's). ``page_size``: tokens of a KV page;
     ``max_total_tokens``: KV memory in tokens; ``max_running``: sequences at a time; ``max_tokens_per_step``: longer
     prompts are prefilled in chunks of this.
