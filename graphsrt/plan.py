@@ -189,24 +189,28 @@ def plan(
     """Plan a model (anything that ``trace`` takes) for ``tp`` ranks, and for those of ``compare`` beside it.
 
     ``context``: tokens of each sequence (default 32768, or the model's if that is less); ``batch``: sequences of a
-    decode step. ValueError for numbers out of range, CompileError if the model cannot be compiled for ``tp`` ranks.
+    decode step. ``dtype``, ``kv_dtype``, ``passes`` and the rest are those of ``trace``. ValueError for numbers out of
+    range, CompileError if the model cannot be compiled for ``tp`` ranks.
     """
     from graphsrt.api import DTYPES, trace
     from graphsrt.passes import PIPELINE, page_attention
     from graphsrt.passes.runner import run, select
 
     where = _device(device)
-    others = sorted({*compare})
-    small = min([tp, batch, page_size, *others, *([context] if context is not None else [])])
-    if small < 1:
-        raise ValueError(explain("tp, compare, context, batch and page_size must be at least 1", got=str(small)))
+    others = {*compare}
+    others |= {tp} if others else set()
+    least = min([tp, batch, page_size, *others, *([context] if context is not None else [])])
+    if least < 1:
+        raise ValueError(explain("tp, compare, context, batch and page_size must be at least 1", got=str(least)))
     chosen: list[Any] = select(PIPELINE if passes is None else passes, without=without)
-    if kv_dtype is not None:
-        kept = functools.partial(page_attention, kv_dtype=DTYPES.get(kv_dtype, kv_dtype))
-        chosen = [kept if function is page_attention else function for function in chosen]
     captured = trace(
-        model, dtype=dtype, stop_after="capture", context_length=context_length, trust_remote_code=trust_remote_code
-    ).program()
+        model, dtype=dtype, kv_dtype=kv_dtype, stop_after="capture", context_length=context_length,
+        trust_remote_code=trust_remote_code,
+    ).program()  # fmt: skip
+    if kv_dtype is not None:
+        kept = DTYPES[kv_dtype.removeprefix("torch.")] if isinstance(kv_dtype, str) else kv_dtype
+        paged = functools.partial(page_attention, kv_dtype=kept)
+        chosen = [paged if function is page_attention else function for function in chosen]
     limit = captured.constants["context_length"]
     tokens = context if context is not None else min(DEFAULT_CONTEXT, limit)
     if tokens > limit:
@@ -219,7 +223,7 @@ def plan(
 
     mine = planned(tp)
     columns: dict[int, RankPlan | str] = {}
-    for ranks in others:
+    for ranks in sorted(others):
         try:
             columns[ranks] = mine if ranks == tp else planned(ranks)
         except CompileError as error:  # said in its column: the plan that was asked for is there
