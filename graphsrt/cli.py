@@ -179,7 +179,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Passes, facts and complete text as JSON.")] = False,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write one page with all stages, to look at in a browser."),
+        typer.Option("--html", metavar="FILE", help="Write a page with all stages, for a browser."),
     ] = None,
     dtype: DtypeOption = None,
     context_length: ContextLength = None,
@@ -331,6 +331,9 @@ def plan(
     context_length: ContextLength = None,
     page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a KV page.")] = 16,
     without: Without = [],  # noqa: B006
+    user_passes: UserPass = [],  # noqa: B006
+    before: PassBefore = None,
+    after: PassAfter = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Memory, FLOPs, bytes and best times on a device, from the config alone; several tp side by side."""
@@ -344,8 +347,9 @@ def plan(
     made = plan(
         _model_or_config(model, trust_remote_code), tp=tp,
         device=devices.device(device) if device_file is None else devices.read_device(device_file), context=context,
-        batch=batch, compare=others, page_size=page_size, without=without, dtype=dtype and dtype.value,
-        kv_dtype=kv_dtype and kv_dtype.value, context_length=context_length, trust_remote_code=trust_remote_code,
+        batch=batch, compare=others, page_size=page_size, passes=_pipeline(user_passes, before, after), without=without,
+        dtype=dtype and dtype.value, kv_dtype=kv_dtype and kv_dtype.value, context_length=context_length,
+        trust_remote_code=trust_remote_code,
     )  # fmt: skip
     print(json.dumps(made.as_dict(), indent=2) if as_json else made)
 

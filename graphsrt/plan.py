@@ -194,6 +194,7 @@ def plan(
     """
     from graphsrt.api import DTYPES, trace
     from graphsrt.passes import PIPELINE, page_attention
+    from graphsrt.passes.plugins import with_installed
     from graphsrt.passes.runner import run, select
 
     where = _device(device)
@@ -202,7 +203,7 @@ def plan(
     least = min([tp, batch, page_size, *others, *([context] if context is not None else [])])
     if least < 1:
         raise ValueError(explain("tp, compare, context, batch and page_size must be at least 1", got=str(least)))
-    chosen: list[Any] = select(PIPELINE if passes is None else passes, without=without)
+    chosen: list[Any] = select(with_installed(PIPELINE) if passes is None else passes, without=without)
     captured = trace(
         model, dtype=dtype, kv_dtype=kv_dtype, stop_after="capture", context_length=context_length,
         trust_remote_code=trust_remote_code,
