@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,14 @@ def test_every_device_is_usable() -> None:
         assert one.link(2) <= one.link(8) <= one.link_bandwidth
     assert device("a100").peak(torch.float8_e4m3fn) == 312e12
     assert device("mi300x").link(2) == 64e9 and device("mi300x").link(8) == 448e9
+
+
+def test_the_device_file_of_the_documentation(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
+    (shown,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mine.json").write_text(shown)
+    made = read_device(tmp_path / "mine.json")
+    assert (made.name, made.memory_bytes, made.flops) == ("mine", 94e9, device("h100").flops)
 
 
 @pytest.mark.parametrize(
