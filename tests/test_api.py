@@ -133,7 +133,9 @@ def test_torchrun_uses_the_group_that_is_there(folder: Path, model: LlamaForCaus
         )
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert results[0][0] == results[1][0] and len(results[0][0]) == 2
@@ -200,7 +202,9 @@ def test_a_config_gives_a_program_and_nothing_to_run() -> None:
 
 
 def test_looking_at_stages() -> None:
-    traced = graphsrt.trace(LlamaConfig(**CONFIG), tp=2, stop_after="shard_tensor_parallel", without=["recognize_gated_mlp"])
+    traced = graphsrt.trace(
+        LlamaConfig(**CONFIG), tp=2, stop_after="shard_tensor_parallel", without=["recognize_gated_mlp"]
+    )
     assert traced.program().count("graphsrt::glu") == 0
     assert traced.program(after="normalize").count("graphsrt::all_reduce") == 0
     assert traced.program(phase="decode") is traced.program()

@@ -31,9 +31,7 @@ def reference() -> torch.nn.Module:
 
 def _prompts(model: graphsrt.CompiledModel) -> list[list[int]]:
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    return [
-        model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
-    ]
+    return [model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
 
 
 def _is_greedy(reference: torch.nn.Module, prompt: list[int], tokens: list[int]) -> None:
