@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 import graphsrt
 from graphsrt.passes import PIPELINE
+from graphsrt.passes.document import document
+from graphsrt.printer import diff_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,13 +22,55 @@ def blocks(name: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
 
 
+def statements(code: str) -> list[str]:
+    """The source of each top-level statement, decorators included."""
+    lines = code.splitlines()
+    starts = [
+        min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]) for node in ast.parse(code).body
+    ]
+    ends = [node.end_lineno or node.lineno for node in ast.parse(code).body]
+    return ["\n".join(lines[start - 1 : end]) for start, end in zip(starts, ends)]
+
+
 def test_writing_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphsrt, "compile", lambda model, **options: options["passes"])
-    names: dict[str, Any] = {}
+    """What names a file is in that file, whose tests run; the rest is run here."""
+    from examples.recognize_spelled_silu import recognize_spelled_silu
+
+    names: dict[str, Any] = {"recognize_spelled_silu": recognize_spelled_silu}
+    compiled = type("Compiled", (), {"summary": lambda self: "the table"})()
+    monkeypatch.setattr(graphsrt, "compile", lambda model, **options: names.update(options) or compiled)
+    shown: list[str] = []
     for code in blocks("docs/writing_a_pass.md"):
-        exec(code, names)
-    names["test_recognize_spelled_silu"]()
-    assert len(names["model"]) == len(PIPELINE) + 1
+        if code.startswith("# examples/"):
+            shown.append(code.split()[1])
+            known = (ROOT / shown[-1]).read_text()
+            for statement in statements(code):
+                assert statement in known, f"{shown[-1]} does not have\n{statement}"
+        else:
+            exec(code, names)
+            index = names["passes"].index(recognize_spelled_silu)
+            assert names["passes"][index + 1].__name__ == "shard_tensor_parallel"
+    assert len(shown) == 5 and "passes" in names
+    fusion = (ROOT / shown[0]).read_text().partition('"""\n\n')[2]
+    assert len(fusion.splitlines()) <= 20
+
+
+def test_the_package_shown_is_the_one_in_examples() -> None:
+    page = (ROOT / "docs/writing_a_pass.md").read_text()
+    for name in ("pyproject.toml", "fold_norm/__init__.py"):
+        assert (ROOT / "examples/fold_norm_package" / name).read_text().rstrip() in page, name
+
+
+def test_links() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_passes_page_is_not_stale() -> None:
+    now, page = document(), (ROOT / "docs/passes.md").read_text()
+    difference = diff_text(page, now, "docs/passes.md", "now")
+    assert not difference, f"{difference}\npython -m graphsrt.passes.document > docs/passes.md writes it anew"
 
 
 def test_readme(monkeypatch: pytest.MonkeyPatch) -> None:
