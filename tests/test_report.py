@@ -21,7 +21,7 @@ from graphsrt.report.stages import EXPRESSION, NAME, RELATIVE, StageTexts, relat
 from graphsrt.report.weights import weights_data
 from tests.support import browser, tiny
 
-VOID = {"meta", "link", "input", "br", "hr", "img"}
+VOID = {"br", "meta", "link", "input", "hr", "img"}
 
 
 class _Page(HTMLParser):
@@ -145,9 +145,11 @@ def test_near_misses_are_listed_with_their_reason_and_text_is_escaped() -> None:
     traced = graphsrt.trace(tiny.config("llama"), tp=2)
     report = traced.stages.final.history[0]
     report.near_misses = [NearMiss("layers.0.q", "layers.0.self_attn", "a </script><b>bad</b> reason")] * 3
+    report.near_misses += [NearMiss(f"layers.{n}.up", "", f"layers.{n}.up is used twice") for n in range(2)]
     text = report_html(traced)
     _Page(text)
     assert "3 × a &lt;/script&gt;&lt;b&gt;bad&lt;/b&gt; reason" in text
+    assert "2 × layers.*.up is used twice" in text and "layers.1.up is used twice" in text
     assert "<code>layers.0.q</code>" in text and "<code>layers.0.self_attn</code>" in text
 
 
@@ -222,7 +224,7 @@ def test_browser_search_opens_folds_and_filters(opened: browser.Page) -> None:
     assert _count(opened, lines) > 0
     assert "line" in opened.run("document.querySelector('#found').textContent")
     shown = opened.run(f"[...document.querySelectorAll({lines!r})].map(l => l.textContent)")
-    assert all("o_proj" in line for line in shown)
+    assert all("layers.3.self_attn.o_proj.weight" in line for line in shown)  # found by the path, so shown with it
     opened.type("#search", "all_reduce")
     assert _count(opened, "#lines mark") > 2
     opened.type("#search", "no such thing")

@@ -11,6 +11,7 @@ inside it are written relative to its own layer, and the script puts them back (
 from __future__ import annotations
 
 import json
+import re
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from graphsrt.summary import kv_bytes, whole_bytes
 
 if TYPE_CHECKING:
     from graphsrt.api import Traced
+
+_LAYER_NUMBER = re.compile(r"(?<=[A-Za-z_]\.)\d+(?=\.|\b)")
 
 
 def write_report(traced: Traced, path: str | Path) -> Path:
@@ -114,11 +117,14 @@ def _count(number: int, word: str) -> str:
 
 
 def _pass_row(report: PassReport) -> dict[str, Any]:
-    """A pass with its near misses gathered by reason, most frequent first."""
+    """A pass with its near misses gathered by reason, layer numbers aside, the most frequent first."""
     by_reason: dict[str, list[NearMiss]] = {}
     for miss in report.near_misses:
-        by_reason.setdefault(miss.reason, []).append(miss)
-    reasons = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+        by_reason.setdefault(_LAYER_NUMBER.sub("*", miss.reason), []).append(miss)
+    reasons = [
+        (reason if len({miss.reason for miss in misses}) > 1 else misses[0].reason, misses)
+        for reason, misses in sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    ]
     return {"report": report, "reasons": reasons}
 
 

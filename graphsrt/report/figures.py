@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from graphsrt.api import Traced
 
 MOST_RANKS = 16
-"""More ranks than this are drawn as their largest and smallest."""
+"""Of more ranks than this, only the first and the last are drawn."""
 MOST_KINDS = 14
 
 

@@ -43,8 +43,8 @@
   }
 
   // Names inside a layer are shown without the layer's own path, as the folded view in a terminal shows them.
-  function shown(text, segment, layer) {
-    if (segment.layer === null) return text;
+  function shown(text, segment, layer, whole = false) {
+    if (segment.layer === null || whole) return fill(text, layer);
     return fill(text.replace(ownPath(segment.prefix), (_, quote) => (quote ? '"…' : "")), layer);
   }
 
@@ -70,8 +70,8 @@
   // -- lines -----------------------------------------------------------------------------------------------------
   const WIDEST = [44, 40, 100];
 
-  function columns(rows, segment, layer) {
-    const cells = rows.map((row) => [NAME, TYPE, EXPRESSION].map((field) => shown(row[field], segment, layer)));
+  function columns(rows, segment, layer, whole) {
+    const cells = rows.map((row) => [NAME, TYPE, EXPRESSION].map((field) => shown(row[field], segment, layer, whole)));
     const widths = WIDEST.map((limit, field) =>
       Math.max(0, ...cells.map((cell) => cell[field].length).filter((length) => length <= limit)));
     return { cells, widths };
@@ -111,7 +111,9 @@
 
   function codeOf(rows, segment, layer, { query = "", sources = false, matching = false } = {}) {
     const kept = matching && query ? rows.filter((row) => matches(row, layer, query)) : rows;
-    const { cells, widths } = columns(kept, segment, layer);
+    // who searches for the layer's path wants to see it
+    const whole = Boolean(query) && segment.layer !== null && query.includes(pathOf(segment, layer).toLowerCase());
+    const { cells, widths } = columns(kept, segment, layer, whole);
     const lines = kept.map((row, at) => lineOf(row, cells[at], widths, layer, query, sources));
     return element("div", { class: "code", tabindex: "0" }, ...lines);
   }
@@ -182,7 +184,10 @@
         "aria-label": "layer",
         onchange: () => place.replaceChildren(...layerBody(members[choice.selectedIndex], options)),
       });
-      members.forEach((s, at) => choice.append(element("option", { selected: at === best }, pathOf(s))));
+      members.forEach((s, at) => {
+        const found = counts && counts.get(s) ? `  (${counts.get(s)})` : "";
+        choice.append(element("option", { selected: at === best }, pathOf(s) + found));
+      });
       place.append(...layerBody(members[best], options));
       return [element("p", { class: "which" }, "shown as ", choice), place];
     });
@@ -569,11 +574,15 @@
     nodes.forEach(visit);
     sorted.reverse();
     for (const node of sorted) for (const to of node.down) to.level = Math.max(to.level, node.level + 1);
-    for (const node of [...sorted].reverse()) { // sources stand just above what uses them
-      const isSource = !edges.some(([, to]) => to === node);
-      if (isSource && node.down.length) node.level = Math.max(0, Math.min(...node.down.map((to) => to.level)) - 1);
-      node.down = [];
+    // What has no more inputs than users stands just above its users: its edges are no longer for it.
+    const inputs = new Map();
+    for (const [, to] of edges) inputs.set(to, (inputs.get(to) || 0) + 1);
+    for (const node of [...sorted].reverse()) {
+      if (node.down.length && (inputs.get(node) || 0) <= node.down.length) {
+        node.level = Math.min(...node.down.map((to) => to.level)) - 1;
+      }
     }
+    for (const node of sorted) node.down = [];
     const levels = [];
     const put = (node) => (levels[node.level] = levels[node.level] || []).push(node);
     nodes.forEach((node) => put(Object.assign(node, { width: BOX.width })));
@@ -668,7 +677,7 @@
     const graph = graphOf(stage, segment, byId("graph-inputs").checked);
     const { paths, width, height } = layout(graph);
     const svg = drawn("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group" });
-    const arrow = drawn("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" },
+    const arrow = drawn("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: "userSpaceOnUse", orient: "auto" },
       drawn("path", { d: "M0 0L8 4L0 8z" }));
     svg.append(drawn("defs", {}, arrow));
     const lines = paths.map((path) => {
@@ -720,7 +729,9 @@
       svg.append(box);
     }
     byId("drawing").replaceChildren(svg);
-    byId("drawing").scrollLeft = Math.max(0, (width - byId("drawing").clientWidth) / 2);
+    const top = graph.nodes.filter((node) => node.level < 3);
+    const centre = top.reduce((sum, node) => sum + node.x, 0) / Math.max(1, top.length);
+    byId("drawing").scrollTo(Math.max(0, centre - byId("drawing").clientWidth / 2), 0);
     byId("chosen").replaceChildren(element("span", { class: "muted" }, "choose a box to see its line"));
   }
 

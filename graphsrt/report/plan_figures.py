@@ -40,7 +40,7 @@ def plan_figures(program: Program) -> PlanSection | None:
         f"Best times by arithmetic, memory and links of the devices. Prefill: one sequence of {context:,} tokens. "
         f"Decode: {BATCH} sequences of {context:,} tokens. The bars are for {drawn.device.name}."
     )
-    terms = ["memory", "fits", "sequences", "prefill", "limited by", "decode", "limited by"]
+    terms = ["memory", "fits", "sequences that fit", "prefill", "limited by", "decode", "limited by"]
     return PlanSection(
         note,
         terms,
