@@ -105,7 +105,9 @@ def pass_text(before: Program, function: Pass, *, every: bool = False) -> str:
         if nearest:
             lines += ["closest to the pattern", *_listed([_missed(before, after, m) for m in nearest], every), ""]
         else:
-            lines += ["nothing in this program resembles what it looks for", ""]
+            absent = function.absent(before) if isinstance(function, Rewrite) else []
+            why = f": it has no {' and no '.join(absent)}" if absent else ""
+            lines += [f"nothing in this program resembles what it looks for{why}", ""]
     return "\n".join([*lines, *report.notes, _counts(report)])
 
 

@@ -427,9 +427,20 @@ class _Watch:
         error, reason = _difference(value, wanted)
         result.num_compared += 1
         if reason or not error <= self.stage.tolerance:
-            _bad(result, node, f"{reason or f'is off by {error:.1e}'} ({told})")
+            _bad(result, node, f"{reason or f'is off by {error:.1e}'} ({told}){self._new_above(node)}")
         else:
             result.max_error = max(result.max_error, error)
+
+    def _new_above(self, node: fx.Node) -> str:
+        """The values that go into a wrong one and that the reference has not: it may be one of these that is wrong."""
+        found: dict[str, None] = {}
+        stack = [node]
+        while stack:
+            for used in stack.pop().all_input_nodes:
+                if used.op == "call_function" and used.name not in self.values and used.name not in found:
+                    found[used.name] = None
+                    stack.append(used)
+        return f"; what goes into it that is new: {', '.join(list(found)[:4])}" if found else ""
 
 
 def gather(values: Values, place: Placement | None) -> torch.Tensor:

@@ -56,17 +56,14 @@ def record_provenance(
         if name not in node.meta["made_by"] and origins == (node.name,):
             continue  # emitted anew, as it was
         node.meta["from_nodes"] = origins
-        if name in node.meta["made_by"]:
-            node.meta.setdefault("rule", rule)
-            if node.meta["made_by"][-1] == name and name != "normalize":
-                node.meta["rule"] = node.meta["rule"] if _says_rule(node, rule) else rule
+        if not _same_file(node.meta.get("rule", ""), rule):  # a rewrite names the very spelling that matched
+            node.meta["rule"] = rule
         made.append(node)
     return made
 
 
-def _says_rule(node: fx.Node, rule: str) -> bool:
-    """Whether the rule is of the same file: a rewrite names the very spelling that matched."""
-    return str(node.meta["rule"]).rpartition(":")[0] == rule.rpartition(":")[0]
+def _same_file(one: str, other: str) -> bool:
+    return one.rpartition(":")[0] == other.rpartition(":")[0]
 
 
 def _origins(node: fx.Node, known: dict[fx.Node, str]) -> tuple[str, ...]:

@@ -193,6 +193,12 @@ class Rewrite:
         order = sorted(range(len(found)), key=lambda i: (-found[i][0], i))
         return list(dict.fromkeys(found[i][1] for i in order))
 
+    def absent(self, program: Program) -> list[str]:
+        """Operators that the first spelling of the pattern has, and the program nowhere."""
+        wanted = {node.target: None for node in self._patterns(program)[0].graph.nodes if node.op == "call_function"}
+        there = {node.target for node in program.nodes}
+        return [target_name(target) for target in wanted if target not in there]
+
     def _patterns(self, program: Program) -> list[_Pattern]:
         return [_traced(s.function, program.dtype, self._frozen_shapes, _freeze(s.attributes)) for s in self.spellings]
 
