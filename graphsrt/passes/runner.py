@@ -118,8 +118,9 @@ def run(
         report = _run_one(program, function, before, dump, (limits or {}).get(name), name in may_miss)
         if strict and report.name == "shard_tensor_parallel" and report.near_misses:
             _refuse_replicated(report)
-        if keep_stages or index == len(passes):
-            stages.programs.append((report.name, program.copy()))
+        if not keep_stages:
+            del stages.programs[1:]
+        stages.programs.append((report.name, program.copy()))
         if dump is not None and report.fired:
             dump.stage(index, report.name, program)
             dump.diff(index, report.name, before, program)
