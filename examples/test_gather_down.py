@@ -51,4 +51,4 @@ def test_in_the_pipeline():
     reports = {report.name: report for report in program.history}
     assert reports["gather_down"].fired == 2 and reports["fuse_silu_mul"].fired == 2
     assert program.count("graphsrt::all_reduce") == 3  # one for each layer's attention, one for the embedding
-    graphsrt.verify(CONFIG, tp=2, passes=pipeline).raise_if_bad()
+    graphsrt.verify(CONFIG, tp=2, passes=pipeline[: pipeline.index(gather_down) + 1]).raise_if_bad()

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 import graphsrt
 from graphsrt.cli import main
+from tests.support.captures import shared
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "examples/fold_norm_package"
@@ -60,7 +61,8 @@ def test_commands(
     printed: dict[str, str] = {}
     for line in commands():
         if line.startswith("graphsrt "):
-            assert main(line.replace("smollm2", "config/config.json").split()[1:]) == 0, line
+            with shared():
+                assert main(line.replace("smollm2", "config/config.json").split()[1:]) == 0, line
             printed[line.replace("graphsrt ", "")] = capsys.readouterr().out
     row = next(row for row in printed["inspect smollm2 --tp 3"].splitlines() if row.startswith("fold_norm_weight"))
     assert row.split()[1] == "4" and row.split()[-1] == "1"

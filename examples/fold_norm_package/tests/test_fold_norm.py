@@ -60,7 +60,9 @@ def test_in_a_model(tied):
     assert report.fired == (4 if tied else 5)
     assert [miss.node for miss in report.near_misses] == (["norm"] if tied else [])
     assert program.count("graphsrt::add_rms_norm") == 3  # as without the pass
-    graphsrt.verify(config, tp=2, passes=pipeline).raise_if_bad()
+    if not tied:
+        this_far = pipeline[: pipeline.index(fold_norm_weight) + 1]
+        graphsrt.verify(config, tp=2, passes=this_far).raise_if_bad()
 
 
 def test_in_a_model_without_any():
