@@ -62,7 +62,11 @@ class Traced:
         return program if rank is None else program.localized(rank)
 
     def diff(self, name: str) -> str:
-        """Unified diff of the program's text across one pass; empty if it changed nothing."""
+        """Unified diff of the program's text across one pass, or with ``"first..last"`` from after the first to after
+        the last; empty if nothing changed."""
+        first, dots, last = name.partition("..")
+        if dots:
+            return diff_text(self.stages.after(first), self.stages.after(last), f"after {first}", f"after {last}")
         before, after = self.stages.around(name)
         return diff_text(before, after, f"before {name}", f"after {name}")
 

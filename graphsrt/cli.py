@@ -172,7 +172,9 @@ def inspect(
     model: ModelOrConfig,
     tp: Annotated[int, typer.Option("--tp", help="Ranks.")] = 1,
     after: Annotated[str | None, typer.Option("--after", metavar="PASS", help="The program after this pass.")] = None,
-    diff: Annotated[str | None, typer.Option("--diff", metavar="PASS", help="What this pass changed.")] = None,
+    diff: Annotated[
+        str | None, typer.Option("--diff", metavar="PASS", help="What this pass changed; A..B from A to B.")
+    ] = None,
     layer: Annotated[int | None, typer.Option("--layer", metavar="N", help="This layer alone.")] = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="What this rank holds and reads.")] = None,
     full: Annotated[bool, typer.Option("--full", help="The complete text, which parses back.")] = False,
@@ -215,7 +217,7 @@ def inspect(
         print(write_report(traced, html))
         return
     if diff:
-        print(traced.diff(diff) or f"{diff} changed nothing")
+        print(_colored_diff(traced.diff(diff)) or f"{diff} changed nothing")
         return
     program = traced.program(after)
     if as_json:
@@ -225,9 +227,21 @@ def inspect(
     else:
         from graphsrt.folding import fold
 
-        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        text = fold(program, color=color, layer=layer, rank=rank)
+        text = fold(program, color=_color(), layer=layer, rank=rank)
         print(f"{traced.summary()}\n\n{text}", end="")
+
+
+def _color() -> bool:
+    """Colour in a terminal, plain text in a pipe."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _colored_diff(text: str) -> str:
+    if not _color():
+        return text
+    codes = {"+": "32", "-": "31", "@": "36"}
+    lines = (f"\033[{codes[line[0]]}m{line}\033[0m" if line[:1] in codes else line for line in text.split("\n"))
+    return "\n".join(lines)
 
 
 @app.command()

@@ -11,6 +11,7 @@ A folder with anything else in it is refused: only what a dump wrote itself, as 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -29,6 +30,8 @@ from graphsrt.printer import diff_text, literal_text, print_program, recipe_text
 from graphsrt.program import PassReport, Program, Weight
 from graphsrt.text_parser import parse_literal, parse_program
 
+SEED = 0
+"""Of the random numbers that recognitions are confirmed with; part of a reproducer."""
 MARKER = ".graphsrt-dump"
 _BUILT_IN = "graphsrt.passes."
 
@@ -119,6 +122,7 @@ class DumpFolder:
         options = {
             "pass": pass_name,
             "kwargs": {name: _to_json(value) for name, value in pass_kwargs.items()},
+            "seed": SEED,
             "error": f"{type(error).__name__}: {error}",
             "versions": versions(),
             "rerun": f"{Path(sys.executable).name} -m graphsrt.dump {self.path / 'failure'}",
@@ -193,6 +197,8 @@ def pass_reference(function: Callable[..., Any]) -> str:
     ``name`` for ``graphsrt.passes.name``, ``module:function`` for another module, ``/path/file.py:function`` for a
     script or a file outside any package.
     """
+    while isinstance(function, functools.partial):
+        function = function.func
     name, module = function.__name__, function.__module__
     if module == _BUILT_IN + name:
         return name
@@ -256,6 +262,8 @@ def rerun(folder: str | Path) -> Program:
 
     Raises what the pass raises, ValueError if the folder is none.
     """
+    from graphsrt.passes.runner import run
+
     folder = Path(folder)
     missing = [name for name in ("before.txt", "options.json") if not (folder / name).is_file()]
     if missing:
@@ -264,10 +272,9 @@ def rerun(folder: str | Path) -> Program:
     options = json.loads((folder / "options.json").read_text(encoding="utf-8"))
     program = parse_program((folder / "before.txt").read_text(encoding="utf-8"))
     function = find_pass(options["pass"])
-    function(program, **{name: _from_json(name, value) for name, value in options["kwargs"].items()})
-    program.infer()
-    program.lint()
-    return program
+    bound = {name: _from_json(name, value) for name, value in options["kwargs"].items()}
+    # by way of the runner, since what failed may have been one of its checks
+    return run(program, [functools.partial(function, **bound) if bound else function], keep_stages=False).final
 
 
 def main(arguments: list[str]) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch.fx as fx
 
 from graphsrt.check_placements import check_placements
-from graphsrt.dump import DumpFolder
+from graphsrt.dump import DumpFolder, pass_reference
 from graphsrt.errors import CompileError, explain
 from graphsrt.passes.keeping import check_kept, record_provenance
 from graphsrt.passes.rewriter import rule_of
@@ -166,7 +166,7 @@ def _run_one(
         _check_count(report, limit, required=not may_miss and _attribute(function, "required", True))
     except Exception as error:
         if dump is not None:
-            dump.failure(name, _bound(function), before, error)
+            dump.failure(pass_reference(function), _bound(function), before, error)
         if isinstance(error, CompileError):
             message, _, rest = str(error).partition("\n")
             raise CompileError(f"{message}\n  {'pass:':10}{name}" + (f"\n{rest}" if rest else "")) from error
