@@ -46,7 +46,9 @@ def headers(text: str) -> list[str]:
 def test_identical_layers_fold_into_the_first():
     p = stack([1.0] * 4)
     p.history.append(PassReport("fuse_add"))
-    assert fold(p) == """\
+    assert (
+        fold(p)
+        == """\
 # after fuse_add   toy
 def step(x: bf16[T, 32]):
 
@@ -63,6 +65,7 @@ def step(x: bf16[T, 32]):
 
   return norm
 """
+    )
 
 
 def test_alternating_layers_fold_as_a_group():
@@ -136,7 +139,7 @@ def test_one_layer_and_one_rank():
     p = stack([1.0, 1.0], tp=2)
     text = fold(p, layer=1)
     assert headers(text) == ["# toy   {tp: 2}", "# layers.1"]
-    assert "up.weight: bf16[64/2, 32] S(0) = shard(ckpt(\"…up.weight\"), dim=0, layout=64/2)" in text
+    assert 'up.weight: bf16[64/2, 32] S(0) = shard(ckpt("…up.weight"), dim=0, layout=64/2)' in text
     assert "up:  bf16[T, 64/2] S(1) = linear(layers.0.add, up.weight)" in text
     local = fold(p, layer=1, rank=1)
     assert headers(local)[0] == "# toy   {tp: 2}   rank 1"

@@ -320,10 +320,12 @@ recipes = st.recursive(
     | st.builds(ShardStart, layouts())
     | st.lists(finite, max_size=4).map(lambda v: Const((len(v),), tuple(v)))
     | st.builds(RopeTable, st.lists(finite, max_size=3).map(tuple), finite, st.integers(1, 99)),
-    lambda inner: st.builds(ShardOf, inner, st.integers(0, 2), layouts(), st.sampled_from(["copy", "zero"]))
-    | st.builds(Cat, st.lists(inner, min_size=1, max_size=3).map(tuple), st.integers(0, 1))
-    | st.builds(Transpose, inner, st.integers(0, 1), st.integers(0, 1))
-    | st.builds(OnOwner, inner),
+    lambda inner: (
+        st.builds(ShardOf, inner, st.integers(0, 2), layouts(), st.sampled_from(["copy", "zero"]))
+        | st.builds(Cat, st.lists(inner, min_size=1, max_size=3).map(tuple), st.integers(0, 1))
+        | st.builds(Transpose, inner, st.integers(0, 1), st.integers(0, 1))
+        | st.builds(OnOwner, inner)
+    ),
     max_leaves=5,
 )
 literals = st.recursive(
