@@ -42,7 +42,7 @@ def _is_greedy(reference: torch.nn.Module, prompt: list[int], tokens: list[int])
 
 
 # 2 and 4 need padded KV heads (9 query and 3 KV heads); both backends and real rank processes are among the cases.
-@pytest.mark.parametrize(("tp", "backend"), [(1, "inductor"), (2, "eager"), (3, "inductor"), (4, "eager")])
+@pytest.mark.parametrize(("tp", "backend"), [(1, "inductor"), (2, "eager"), (3, "eager"), (4, "eager")])
 def test_greedy_tokens_are_those_of_transformers(reference: torch.nn.Module, tp: int, backend: str) -> None:
     with graphsrt.compile("smollm2", tp=tp, dtype=torch.float32, backend=backend) as model:
         prompts = _prompts(model)
@@ -51,3 +51,13 @@ def test_greedy_tokens_are_those_of_transformers(reference: torch.nn.Module, tp:
     for prompt, result in zip(prompts, results):
         assert result.finish_reason == "stop" or len(result.token_ids) == NUM_TOKENS
         _is_greedy(reference, prompt, result.token_ids)
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_the_main_job_as_it_is_run(tp: int) -> None:
+    """bfloat16, compiled. The first token is a near tie (logits 25.36 and 25.26 in float32): it falls as in
+    transformers' own bfloat16 only where intermediates are rounded where its operators round them."""
+    with graphsrt.compile("smollm2", tp=tp) as model:
+        assert model.program().dtype == torch.bfloat16
+        result = model.generate(_prompts(model)[:1], graphsrt.SamplingParams(max_new_tokens=12))[0]
+    assert result.text.startswith("The capital of France is Paris.")

@@ -33,6 +33,9 @@ from graphsrt.lowering.regions import Formal, Region
 OPTIONS: dict[str, Any] = {
     # The number of threads is the running process's, not the compiling one's: ranks share a machine's cores.
     "cpp.dynamic_threads": True,
+    # Intermediates are rounded to the dtype where the operators round them, as eager and transformers do: near ties of
+    # bf16 logits then fall to the same token.
+    "emulate_precision_casts": True,
     # The wrapper only calls kernels: optimising it costs seconds of compile time and gains nothing measurable.
     "aot_inductor.compile_wrapper_opt_level": "O0",
 }
