@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from graphsrt.capture import capture, check_config, meta_model, meta_twin
-from graphsrt.dump import DumpFolder, weight_bytes
+from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
 from graphsrt.models.checkpoint import SafetensorsCheckpoint, StateDictCheckpoint, write_safetensors_memfd
@@ -308,17 +308,16 @@ def _capture(source: ModelSource, tp: int, context_length: int | None) -> Progra
 
 def _untie(model: torch.nn.Module, source: ModelSource) -> None:
     """Share parameters exactly where the checkpoint does: a head stored apart from the embedding is its own weight."""
-    wanted = source.ties()
+    seen: set[torch.nn.Parameter] = set()
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter in seen:
+            owner, _, leaf = name.rpartition(".")
+            own = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False)
+            setattr(model.get_submodule(owner), leaf, own)
+        seen.add(parameter)
+    for name, kept in source.ties().items():
         owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        if name in wanted:
-            setattr(module, leaf, model.get_parameter(wanted[name]))
-        elif (
-            sum(parameter is other for _, other in model.named_parameters(remove_duplicate=False)) > 1
-            and name not in wanted.values()
-        ):
-            setattr(module, leaf, torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False))
+        setattr(model.get_submodule(owner), leaf, model.get_parameter(kept))
 
 
 def _with_checkpoint_names(stages: Stages, source: ModelSource) -> Program:
@@ -484,4 +483,4 @@ class _Bar:
         self._bar.close()
 
 
-__all__ = ["CompileError", "CompiledModel", "Traced", "compile", "trace", "verify", "weight_bytes"]
+__all__ = ["CompileError", "CompiledModel", "Traced", "compile", "trace", "verify"]

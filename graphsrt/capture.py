@@ -212,7 +212,7 @@ def capture(model: Any, *, context_length: int, name: str | None = None) -> Prog
     for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         part._attn_implementation = INTERFACE
     fix_rope(model, context_length)
-    constants = {n: b for n, b in _named_buffers(model) if not b.is_meta}
+    constants = {n: b for n, b in model.named_buffers(remove_duplicate=False) if not b.is_meta}
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -239,10 +239,6 @@ def capture(model: Any, *, context_length: int, name: str | None = None) -> Prog
     }
     _check_attention(program, text)
     return program
-
-
-def _named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _export(wrapper: nn.Module, config: Any) -> torch.export.ExportedProgram:
