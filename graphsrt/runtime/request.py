@@ -24,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphsrt.runtime.detokenizer import Detokenizer
+from graphsrt.runtime.drafter import Drafter
+from graphsrt.runtime.radix_cache import Node
 from graphsrt.runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -56,10 +58,19 @@ class Request:
     seed: 64 bits, of which ``uniform_at(seed, index)`` makes the random number of each output token.
 
     tokens: int64[prompt + max_new_tokens], of which ``num_tokens`` are known. num_computed: tokens whose KV is written.
-    row, pages: what is held in ``ReqToTokenPool`` and ``TokenToKVPool``.
+    row, pages: what is held in ``ReqToTokenPool`` and ``TokenToKVPool``. The first ``num_shared_pages`` of the pages
+        belong to the ``RadixCache``, where ``node`` is the end of that prefix, locked.
+    drafter: proposes tokens that are likely to follow, see ``drafter.py``; ``None`` decodes token by token.
     """
 
-    def __init__(self, prompt: Sequence[int] | NDArray[np.int64], params: SamplingParams | None, *, seed: int = 0):
+    def __init__(
+        self,
+        prompt: Sequence[int] | NDArray[np.int64],
+        params: SamplingParams | None,
+        *,
+        seed: int = 0,
+        drafter: Drafter | None = None,
+    ):
         ids = np.asarray(prompt, dtype=np.int64)
         assert ids.ndim == 1 and len(ids) > 0
         self.params = params
@@ -73,7 +84,12 @@ class Request:
         self.num_preemptions = 0
         self.row: int | None = None
         self.pages: list[int] = []
+        self.num_shared_pages = 0
+        self.node: Node | None = None
+        self.drafter = drafter
+        self.num_cached_tokens = 0  # of the prompt, found in the cache when it was first admitted
         self.arrival = -1  # set by the scheduler: its place in first-come-first-served order
+        self.num_admitted_before = 0  # requests admitted by the scheduler until this one arrived
         self.state = RequestState.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
@@ -96,6 +112,11 @@ class Request:
     def output_ids(self) -> list[int]:
         """The tokens generated so far."""
         return self.tokens[self.num_prompt_tokens : self.num_tokens].tolist()
+
+    @property
+    def num_skippable_tokens(self) -> int:
+        """Known tokens that need not be computed if their KV is cached: not those whose logits are wanted."""
+        return 0 if self.wants_logits else self.num_tokens - 1
 
     @property
     def max_kv_tokens(self) -> int:

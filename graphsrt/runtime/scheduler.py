@@ -1,49 +1,37 @@
-"""What each step computes: continuous batching over paged KV.
+"""What each step computes: continuous batching over paged KV, with reuse of what is computed already.
 
 The rules, in order:
 
-1. Every request that decodes gets one token per step. If one needs a page and none is free, the youngest active
-   request is preempted (possibly itself): it gives everything back and waits, first in line, to be computed again.
-2. What is left of the step's token budget goes to prompts in order of arrival, in chunks as large as fit.
-3. Waiting requests are admitted first come, first served. The head of the line waits for pages for all its tokens, and
-   nobody passes it. Active requests that may still need a page have one left to them, so that admission does
-   not at once cause a preemption.
+1. Every request that decodes gets one token per step. If one needs a page and none is free, cached pages that no
+   request uses are given up; if there are none, the request that was admitted last is preempted (possibly itself): it
+   gives everything back and waits, in the place of its arrival, to be computed again.
+2. What is left of the step's token budget goes to prompts in the order of their admission, in chunks as large as fit.
+3. Waiting requests are admitted in the order of the policy (``waiting_line.py``). The next of them waits for pages for
+   all its tokens that are not cached, and nobody passes it. Active requests that may still need a page have one left to
+   them, so that admission does not at once cause a preemption. A request whose prompt goes on as that of another one
+   does which is computing it just now is *held* until it can reuse it, unless it is overdue; others may pass meanwhile.
+4. What is left after that goes to drafts: tokens that a request's drafter guesses to follow are computed together with
+   its last one. Each gives a token as if it were known; they count up to the first that was guessed wrong. Since the
+   random number of a token depends on its place alone, the tokens are those of decoding one by one.
 
-The active requests are therefore always older than all the waiting ones, and the oldest one always advances: it can
-take the pages of every other, and no request is accepted that does not fit the pool alone.
+The request that was admitted first always advances: it can take the pages of every other, and no request is accepted
+that does not fit the pool alone. So each step makes progress, and whoever is overdue is next when pages come free.
+
+Which pages are whose, and how prefixes are reused: ``kv_ledger.py`` and ``radix_cache.py``.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from graphsrt.errors import explain
-from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode
+from graphsrt.runtime.batch_builder import BatchBuilder, Entry, ScheduledStep
+from graphsrt.runtime.counters import Counters
+from graphsrt.runtime.kv_ledger import KVLedger
 from graphsrt.runtime.kv_pool import ReqToTokenPool, TokenToKVPool
+from graphsrt.runtime.radix_cache import Node
 from graphsrt.runtime.request import FinishReason, Request, RequestState
-from graphsrt.runtime.sampling_params import SamplingParams, uniform_at
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One sequence of a step: how many of its tokens are computed, and which of the step's logit rows are its own."""
-
-    request: Request
-    num_tokens: int
-    first_logit_row: int
-    num_logit_rows: int
-
-
-@dataclass(frozen=True)
-class ScheduledStep:
-    """A batch to execute, and for whom. ``entries`` is in the order of the batch's sequences."""
-
-    batch: ForwardBatch
-    entries: list[Entry]
+from graphsrt.runtime.waiting_line import Policy, WaitingLine
 
 
 class Scheduler:
@@ -55,6 +43,8 @@ class Scheduler:
     max_running: requests that hold KV at a time, at most ``req_to_token.max_requests``.
     max_tokens_per_step: token budget of a step, at least ``max_running``. Longer prompts are computed in chunks.
     eos_token_ids: tokens that end a request unless it ignores them.
+    prefix_cache: whether computed pages are kept for requests with the same beginning.
+    policy, max_queue, patience: see ``WaitingLine``.
     """
 
     def __init__(
@@ -64,6 +54,11 @@ class Scheduler:
         req_to_token: ReqToTokenPool,
         kv_pool: TokenToKVPool,
         eos_token_ids: Iterable[int] = (),
+        *,
+        prefix_cache: bool = True,
+        policy: Policy = "lpm",
+        max_queue: int | None = None,
+        patience: int = 256,
     ):
         if not 1 <= max_running <= req_to_token.max_requests:
             raise ValueError(f"max_running must lie between 1 and {req_to_token.max_requests}, got {max_running}")
@@ -77,13 +72,16 @@ class Scheduler:
         self.req_to_token = req_to_token
         self.kv_pool = kv_pool
         self.eos_token_ids = frozenset(eos_token_ids)
-        self._waiting: deque[Request] = deque()
-        self._active: list[Request] = []  # in order of arrival
+        self.counters = Counters()
+        self.ledger = KVLedger(req_to_token, kv_pool, self.counters, prefix_cache=prefix_cache)
+        self.line = WaitingLine(policy, max_queue, patience)
+        self._active: list[Request] = []  # in order of admission
         self._num_arrived = 0
+        self._builder = BatchBuilder(req_to_token)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.line)
 
     @property
     def num_active(self) -> int:
@@ -92,12 +90,12 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """All requests that are not done, in order of arrival."""
-        return [*self._active, *self._waiting]
+        """All requests that are not done: the active ones in order of admission, the waiting ones of arrival."""
+        return [*self._active, *self.line]
 
     @property
     def has_work(self) -> bool:
-        return bool(self._active or self._waiting)
+        return bool(self._active or len(self.line))
 
     def check_fits(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
         """Raise ValueError if such a request could not be finished even alone."""
@@ -136,32 +134,42 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Put a request at the end of the line. Raises ValueError if it could never be finished."""
+        """Put a request at the end of the line. ValueError if it can never be finished, QueueFull if too many wait."""
         assert request.state is RequestState.WAITING and request.arrival < 0
         self.check_fits(request.num_prompt_tokens, request.max_new_tokens)
+        self.line.check_room()
         request.arrival = self._num_arrived
+        request.num_admitted_before = self.counters.num_admitted
         self._num_arrived += 1
-        self._waiting.append(request)
+        self.line.add(request)
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None if there is nothing to do. It holds at least one token."""
+        """The next step, or None if there is nothing to do. It holds at least one token.
+
+        Raises what a drafter raises; nothing is lost, and the next call goes on.
+        """
         if not self.has_work:
             return None
         decoding, preempted = self._decoding()
-        chunks = [(request, 1) for request in decoding]
+        entries = [Entry(request, 1) for request in decoding]
         budget = self.max_tokens_per_step - len(decoding)
-        for request in self._active:
-            if request.state is RequestState.PREFILL and budget > 0:
+        if len(decoding) < len(self._active):
+            for request in self._active:
+                if request.state is RequestState.PREFILL and budget > 0:
+                    chunk = min(request.num_tokens - request.num_computed, budget)
+                    entries.append(Entry(request, chunk))
+                    budget -= chunk
+        if budget > 0 and not preempted:
+            for request in self._admitted():
                 chunk = min(request.num_tokens - request.num_computed, budget)
-                chunks.append((request, chunk))
+                entries.append(Entry(request, chunk))
                 budget -= chunk
-        while budget > 0 and not preempted and self._admit_head():
-            request = self._active[-1]
-            chunk = min(request.num_tokens, budget)
-            chunks.append((request, chunk))
-            budget -= chunk
-        assert chunks, "no request can advance"
-        return self._build(chunks, num_decoding=len(decoding))
+                if budget == 0:
+                    break
+        assert entries, "no request can advance"
+        if budget > 0:
+            self._draft(entries[: len(decoding)], budget)
+        return ScheduledStep(self._builder.build(entries, len(decoding), self.ledger.moved), entries)
 
     def complete(self, step: ScheduledStep, token_ids: Sequence[int]) -> list[Request]:
         """Take in a step's result, one token for each logit row; returns the requests that gained a token or finished.
@@ -171,46 +179,53 @@ class Scheduler:
         assert len(token_ids) == len(step.batch.logit_rows), (
             f"{len(token_ids)} tokens for {len(step.batch.logit_rows)} logit rows"
         )
+        self.ledger.moved.clear()  # the ranks know
         advanced = []
         for entry in step.entries:
             request = entry.request
             if request.done:
                 continue
+            if request.state is RequestState.RUNNING:
+                advanced.append(request)
+                self._take_in(request, entry, token_ids)
+                continue
             request.num_computed += entry.num_tokens
+            self.ledger.share(request)
             if request.num_computed < request.num_tokens:
                 continue
             advanced.append(request)
             if request.wants_logits:
                 self.finish(request, "length")
                 continue
-            if request.state is RequestState.PREFILL:
-                request.to(RequestState.RUNNING)
+            request.to(RequestState.RUNNING)
             request.append(int(token_ids[entry.first_logit_row]))
-            reason = self._finish_reason(request)
-            if reason is not None:
-                self.finish(request, reason)
+            self._end_if_due(request)
         return advanced
+
+    def flush_cache(self) -> int:
+        """Give up all cached pages that no request uses; how many they were."""
+        return self.ledger.flush()
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a running request, for a reason of ours or of whoever reads its text."""
-        request.to(RequestState.FINISHED)
         request.finish_reason = reason
         self._drop(request)
+        request.to(RequestState.FINISHED)
 
     def cancel(self, request: Request) -> None:
         """End a request at its caller's wish; does nothing to one that is done."""
         if not request.done:
-            request.to(RequestState.CANCELLED)
             request.finish_reason = "cancelled"
             self._drop(request)
+            request.to(RequestState.CANCELLED)
 
     def fail(self, requests: Iterable[Request], error: BaseException) -> None:
         """End requests that an error took down; those that are done stay as they are."""
         for request in requests:
             if not request.done:
-                request.to(RequestState.FAILED)
                 request.error = error
-                self._drop(request)
+                self._drop(request, share=False)  # what the step has left in its pages is anybody's guess
+                request.to(RequestState.FAILED)
 
     def abandon(self, requests: Collection[Request]) -> None:
         """Cancel these after an interruption that may have come between any two instructions of ours.
@@ -221,86 +236,111 @@ class Scheduler:
         mine = {id(request) for request in requests}
         others = [request for request in self.requests if id(request) not in mine and not request.done]
         self._active.clear()
-        self._waiting.clear()
-        self.req_to_token.reset()
-        self.kv_pool.reset()
-        for request in [*requests, *others]:
-            request.row, request.pages = None, []
+        self.line.clear()
+        self.ledger.reset([*requests, *others])
         for request in requests:
             self.cancel(request)
         for request in others:
             if request.state is not RequestState.WAITING:
                 request.restart()
-            self._waiting.append(request)
+            self.line.put_back(request)
+
+    # ---- what a step computes ----
 
     def _decoding(self) -> tuple[list[Request], bool]:
         """The requests that decode in this step, each with a slot for its token; and whether any was preempted."""
         decoding: list[Request] = []
         preempted = False
+        page_size = self.kv_pool.page_size
         for request in list(self._active):
             while request.state is RequestState.RUNNING:
-                if request.num_tokens <= len(request.pages) * self.kv_pool.page_size:
+                if request.num_tokens <= len(request.pages) * page_size:
                     decoding.append(request)
                     break
-                if not self._give_pages(request, 1):
-                    # The youngest is never one that was scheduled above, as these are older than ``request``.
+                if not self.ledger.give(request, 1):
+                    # The last is never one that was scheduled above, as these were admitted before ``request``.
                     self._preempt(self._active[-1])
                     preempted = True
         return decoding, preempted
 
-    def _admit_head(self) -> bool:
-        if not self._waiting or len(self._active) >= self.max_running:
-            return False
-        request = self._waiting[0]
-        page_size, pages_for = self.kv_pool.page_size, self.kv_pool.pages_for
+    def _admitted(self) -> Iterator[Request]:
+        """Admit one request after the other, for as long as they are asked for and there is room."""
+        if not len(self.line) or len(self._active) >= self.max_running or not self.ledger.available_pages:
+            return
+        page_size = self.kv_pool.page_size
         promised = sum(other.max_kv_tokens > len(other.pages) * page_size for other in self._active)
-        # With room for the token that it is to generate, where that is not its last.
-        needed = pages_for(min(request.num_tokens + 1, request.max_kv_tokens))
-        if self.kv_pool.available_pages < needed + promised:
-            return False
-        row = self.req_to_token.alloc()
-        if row is None:
-            return False
-        self._waiting.popleft()
+        computing = {self._next_page(request) for request in self._active if request.state is RequestState.PREFILL}
+        candidates = self.line.in_order(self.ledger.cache if self.ledger.prefix_cache else None)
+        while len(self._active) < self.max_running:
+            request = self.line.overdue(self.counters.num_admitted)
+            if request is None:
+                request = next((r for r, node, at in candidates if self._may_go(r, node, at, computing)), None)
+            if request is None or not self.ledger.seat(request, promised):
+                return
+            self._admit(request)
+            promised += request.max_kv_tokens > len(request.pages) * page_size
+            computing.add(self._next_page(request))
+            yield request
+
+    def _admit(self, request: Request) -> None:
+        self.line.remove(request)
         request.to(RequestState.PREFILL)
-        request.row = row
-        assert not self._active or self._active[-1].arrival < request.arrival
         self._active.append(request)
-        given = self._give_pages(request, pages_for(request.num_tokens))
-        assert given
-        return True
+        self._builder.set_row(request)
+        self.counters.num_admitted += 1
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed
+            self.counters.prompt_tokens += request.num_prompt_tokens
+            self.counters.cached_tokens += request.num_computed
 
-    def _give_pages(self, request: Request, num_pages: int) -> bool:
-        pages = self.kv_pool.alloc(num_pages)
-        if pages is None:
-            return False
-        start = len(request.pages) * self.kv_pool.page_size
-        table_row = self.req_to_token.table[request.row]
-        slots = self.kv_pool.slots(pages)[: len(table_row) - start]  # the last page may reach past the context
-        table_row[start : start + len(slots)] = slots
-        request.pages.extend(pages.tolist())
-        return True
+    def _next_page(self, request: Request) -> tuple[Node | None, int, bytes]:
+        """Names the first page that a request in prefill will add to the tree: where, and its tokens."""
+        at = request.num_shared_pages * self.kv_pool.page_size
+        return request.node, at, request.tokens[at : at + self.kv_pool.page_size].tobytes()
 
-    def _preempt(self, request: Request) -> None:
-        self._release(request)
-        request.restart()
-        assert not self._waiting or request.arrival < self._waiting[0].arrival
-        self._waiting.appendleft(request)
+    def _may_go(self, request: Request, node: Node | None, at: int, computing: Collection[object]) -> bool:
+        """Whether a candidate still waits, and nobody computes the page just now that follows what is cached of it."""
+        end = at + self.kv_pool.page_size
+        if request.state is not RequestState.WAITING or node is None or end > request.num_skippable_tokens:
+            return request.state is RequestState.WAITING
+        return (node, at, request.tokens[at:end].tobytes()) not in computing
 
-    def _drop(self, request: Request) -> None:
-        if request.row is not None:
-            self._release(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
+    def _draft(self, entries: list[Entry], budget: int) -> None:
+        """Add drafts to these decoding entries, as far as the budget and the pages go without taking anybody's."""
+        page_size = self.kv_pool.page_size
+        for entry in entries:
+            request = entry.request
+            room = min(budget, request.max_new_tokens - request.num_output_tokens - 1)
+            if request.drafter is None or room <= 0:
+                continue
+            known = request.tokens[: request.num_tokens]
+            known.flags.writeable = False
+            drafts = list(request.drafter(known))[:room]
+            missing = self.kv_pool.pages_for(request.num_tokens + len(drafts)) - len(request.pages)
+            if missing > 0 and not self.ledger.give(request, missing):
+                del drafts[len(request.pages) * page_size - request.num_tokens :]
+            entry.drafts = drafts
+            entry.num_tokens += len(drafts)
+            budget -= len(drafts)
 
-    def _release(self, request: Request) -> None:
-        assert request.row is not None
-        self._active.remove(request)
-        self.req_to_token.free(request.row)
-        self.kv_pool.free(request.pages)
-        request.row, request.pages = None, []
+    def _take_in(self, request: Request, entry: Entry, token_ids: Sequence[int]) -> None:
+        """Append what a decoding request has gained: a token, and one more for each draft that was right."""
+        row = entry.first_logit_row
+        request.num_computed += 1
+        request.append(int(token_ids[row]))
+        if not entry.drafts:
+            self._end_if_due(request)
+            return
+        self.counters.drafted_tokens += len(entry.drafts)
+        for index, draft in enumerate(entry.drafts, start=1):
+            if self._end_if_due(request) or request.tokens[request.num_tokens - 1] != draft:
+                return
+            self.counters.accepted_tokens += 1
+            request.num_computed += 1
+            request.append(int(token_ids[row + index]))
+        self._end_if_due(request)
 
-    def _finish_reason(self, request: Request) -> FinishReason | None:
+    def _end_if_due(self, request: Request) -> bool:
         params = request.params
         assert params is not None
         token = int(request.tokens[request.num_tokens - 1])
@@ -308,59 +348,21 @@ class Scheduler:
             token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos)
         ):
             request.stopped_by_token = True
-            return "stop"
-        return "length" if request.num_output_tokens >= params.max_new_tokens else None
+            self.finish(request, "stop")
+        elif request.num_output_tokens >= params.max_new_tokens:
+            self.finish(request, "length")
+        return request.done
 
-    def _build(self, chunks: list[tuple[Request, int]], *, num_decoding: int) -> ScheduledStep:
-        requests = [request for request, _ in chunks]
-        rows = np.array([request.row for request in requests], dtype=np.int64)
-        extend = np.array([count for _, count in chunks], dtype=np.int64)
-        before = np.array([request.num_computed for request in requests], dtype=np.int64)
-        last = np.cumsum(extend) - 1  # each sequence's last row
-        sequence = np.repeat(np.arange(len(chunks)), extend)  # of each row
-        num_tokens = len(sequence)
-        positions = np.arange(num_tokens) + np.repeat(before - (last + 1 - extend), extend)
-        tokens = np.concatenate(
-            [request.tokens[request.num_computed : request.num_computed + count] for request, count in chunks]
-        )
+    def _preempt(self, request: Request) -> None:
+        self._active.remove(request)
+        self.ledger.release(request, share=True)
+        request.restart()
+        self.line.put_back(request)
+        self.counters.num_preemptions += 1
 
-        wants_all = np.array([request.wants_logits for request in requests])
-        reaches_end = before + extend == np.array([request.num_tokens for request in requests])
-        wanted = wants_all[sequence]
-        wanted[last[reaches_end]] = True
-        logit_rows = np.flatnonzero(wanted)
-        owner = sequence[logit_rows]  # the sequence of each logit row
-        params = [request.params or _FOR_LOGITS for request in requests]
-        uniform = uniform_at(
-            np.array([request.seed for request in requests], dtype=np.uint64),
-            np.array([request.num_output_tokens for request in requests], dtype=np.int64),
-        )
-        mode = ForwardMode.MIXED
-        if num_decoding in (0, len(chunks)):
-            mode = ForwardMode.DECODE if num_decoding else ForwardMode.EXTEND
-        batch = ForwardBatch(
-            forward_mode=mode,
-            tokens=tokens,
-            positions=positions,
-            req_pool_indices=rows,
-            seq_lens=before + extend,
-            extend_seq_lens=extend,
-            out_cache_loc=self.req_to_token.table[rows[sequence], positions].astype(np.int64),
-            logit_rows=logit_rows,
-            temperature=np.array([p.temperature for p in params], dtype=np.float64)[owner],
-            top_p=np.array([p.top_p for p in params], dtype=np.float64)[owner],
-            top_k=np.array([p.top_k for p in params], dtype=np.int64)[owner],
-            uniform=uniform[owner],
-            return_logits=bool(wants_all.any()),
-        )
-        num_rows = np.bincount(owner, minlength=len(chunks))
-        first_row = np.cumsum(num_rows) - num_rows
-        entries = [
-            Entry(request, count, first, rows_of)
-            for (request, count), first, rows_of in zip(chunks, first_row.tolist(), num_rows.tolist())
-        ]
-        return ScheduledStep(batch, entries)
-
-
-# Rows of a request for logits are in the batch like any other; the greedy tokens that they give are dropped.
-_FOR_LOGITS = SamplingParams(max_new_tokens=1)
+    def _drop(self, request: Request, *, share: bool = True) -> None:
+        if request.row is not None:
+            self._active.remove(request)
+            self.ledger.release(request, share=share)
+        else:
+            self.line.remove(request)

@@ -1,6 +1,7 @@
 """An executor that is a model of the memory: its tokens are hashes of what can be read back through the page tables.
 
-A slot given to two requests, a lost or doubled token, a stale table entry or a wrong position all change the tokens.
+A slot given to two requests, a lost or doubled token, a stale table entry, a rejected draft that is read or a wrong
+position all change the tokens; ``forget`` makes the slots of pages that nobody owns unreadable.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class MemoryExecutor:
         assert (batch.out_cache_loc >= self.page_size).all(), "page 0 is reserved"
         assert len(set(batch.out_cache_loc.tolist())) == batch.num_tokens, "one slot written twice"
         assert len(set(batch.req_pool_indices.tolist())) == batch.batch_size
+        rows, columns, slots = batch.req_to_token_updates()
+        self.table[rows, columns] = slots
         row = 0
         owner: list[tuple[int, int]] = []
         for req, seq_len, count in zip(batch.req_pool_indices, batch.seq_lens, batch.extend_seq_lens):
@@ -74,7 +77,7 @@ class MemoryExecutor:
             for i in range(count):
                 position = seq_len - count + i
                 assert batch.positions[row] == position
-                self.table[req, position] = batch.out_cache_loc[row]
+                assert self.table[req, position] == batch.out_cache_loc[row]
                 self.kv[batch.out_cache_loc[row]] = (batch.tokens[row], position)
                 owner.append((req, position))
                 row += 1
@@ -94,6 +97,10 @@ class MemoryExecutor:
             else:
                 tokens.append(next_token(history, float(batch.temperature[i]), float(batch.uniform[i])))
         return StepResult(tokens, np.array(logits).reshape(-1, 2) if batch.return_logits else None)
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Nobody may read these pages before they are written again."""
+        self.kv.reshape(-1, self.page_size, 2)[pages] = -1
 
     def close(self) -> None:
         self.num_closed += 1

@@ -69,7 +69,7 @@ def make_text(prompt: str, continuation: bytes | list[int], **sizes: int) -> tup
 def assert_idle(engine: Engine) -> None:
     scheduler = engine.scheduler
     assert not scheduler.has_work
-    assert scheduler.kv_pool.available_pages == scheduler.kv_pool.total_pages
+    assert scheduler.ledger.available_pages == scheduler.kv_pool.total_pages
     assert scheduler.req_to_token.available == scheduler.req_to_token.max_requests
 
 

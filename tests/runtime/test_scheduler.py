@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from memory_executor import EOS, VOCAB, MemoryExecutor, reference
 
 from graphsrt.runtime.forward_batch import ForwardMode
 from graphsrt.runtime.kv_pool import ReqToTokenPool, TokenToKVPool
+from graphsrt.runtime.radix_cache import Node
 from graphsrt.runtime.request import Request, RequestState
 from graphsrt.runtime.sampling_params import SamplingParams
 from graphsrt.runtime.scheduler import Scheduler
@@ -16,12 +19,28 @@ from graphsrt.runtime.scheduler import Scheduler
 CONTEXT = 40
 
 
+class ForgetfulPool(TokenToKVPool):
+    """Pages that are given back cannot be read any more."""
+
+    executor: MemoryExecutor
+
+    def free(self, pages: Any) -> None:
+        super().free(pages)
+        self.executor.forget(pages)
+
+
 def make(
-    num_pages: int = 9, page_size: int = 4, max_running: int = 4, budget: int = 8, context: int = CONTEXT
+    num_pages: int = 9,
+    page_size: int = 4,
+    max_running: int = 4,
+    budget: int = 8,
+    context: int = CONTEXT,
+    **options: Any,
 ) -> tuple[Scheduler, MemoryExecutor]:
-    rows, pool = ReqToTokenPool(max_running, context), TokenToKVPool(num_pages, page_size)
-    scheduler = Scheduler(max_running, budget, rows, pool, [EOS])
-    return scheduler, MemoryExecutor(num_pages, page_size, max_running, context)
+    rows, pool = ReqToTokenPool(max_running, context), ForgetfulPool(num_pages, page_size)
+    scheduler = Scheduler(max_running, budget, rows, pool, [EOS], **options)
+    pool.executor = MemoryExecutor(num_pages, page_size, max_running, context)
+    return scheduler, pool.executor
 
 
 def run_step(scheduler: Scheduler, executor: MemoryExecutor) -> list[Request]:
@@ -32,17 +51,40 @@ def run_step(scheduler: Scheduler, executor: MemoryExecutor) -> list[Request]:
 
 
 def assert_idle(scheduler: Scheduler) -> None:
+    """Nothing is held; what is not free is cached, and can be had."""
     assert not scheduler.has_work
-    assert scheduler.kv_pool.available_pages == scheduler.kv_pool.total_pages
+    check_books(scheduler)
+    cache, pool = scheduler.ledger.cache, scheduler.kv_pool
+    before = pool.available_pages
+    assert all(node.num_locks == 0 for node in cache.nodes())
+    assert scheduler.ledger.available_pages == pool.total_pages
     assert scheduler.req_to_token.available == scheduler.req_to_token.max_requests
+    assert scheduler.flush_cache() == pool.total_pages - before
+    assert pool.available_pages == pool.total_pages and not list(cache.nodes())
 
 
 def check_books(scheduler: Scheduler) -> None:
-    owned = [page for request in scheduler.requests for page in request.pages]
-    assert len(set(owned)) == len(owned)
-    assert len(owned) + scheduler.kv_pool.available_pages == scheduler.kv_pool.total_pages
-    arrivals = [request.arrival for request in scheduler.requests]
-    assert arrivals == sorted(arrivals), "someone was overtaken"
+    """Every page is free, or one request's own, or once in the tree; locks are those of the requests."""
+    cache, pool = scheduler.ledger.cache, scheduler.kv_pool
+    active = [request for request in scheduler.requests if request.row is not None]
+    own = [page for request in active for page in request.pages[request.num_shared_pages :]]
+    cached = [page for node in cache.nodes() for page in node.pages.tolist()]
+    assert len({*own, *cached}) == len(own) + len(cached) == pool.total_pages - pool.available_pages
+    assert len(cached) == cache.num_pages
+    locks: dict[int, int] = {}
+    for request in active:
+        assert request.node is not None
+        assert cache.pages_to(request.node).tolist() == request.pages[: request.num_shared_pages]
+        node: Node | None = request.node
+        while node is not None:
+            locks[id(node)] = locks.get(id(node), 0) + 1
+            node = node.parent
+        slots = pool.slots(np.array(request.pages))[: request.num_computed]
+        assert scheduler.req_to_token.table[request.row, : request.num_computed].tolist() == slots.tolist()
+    assert all(node.num_locks == locks.get(id(node), 0) for node in cache.nodes())
+    assert cache.num_locked_pages == sum(len(node.pages) for node in cache.nodes() if node.num_locks)
+    waiting = [request.arrival for request in scheduler.line]
+    assert waiting == sorted(waiting)
 
 
 @dataclass
@@ -148,7 +190,7 @@ def test_a_long_prompt_is_chunked_and_mixed_with_decoding() -> None:
 def test_head_of_line_is_not_overtaken_by_what_would_fit() -> None:
     scheduler, executor = make(num_pages=6, page_size=4, budget=40)
     first = Request(list(range(12)), SamplingParams(max_new_tokens=4, ignore_eos=True))
-    big = Request(list(range(16)), SamplingParams(max_new_tokens=2, ignore_eos=True))
+    big = Request(list(range(20, 36)), SamplingParams(max_new_tokens=2, ignore_eos=True))
     small = Request([1], SamplingParams(max_new_tokens=1))
     for request in (first, big, small):
         scheduler.add(request)

@@ -1,0 +1,130 @@
+"""From what a step computes, request by request, to the arrays of its ``ForwardBatch``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode, Ints, PrefixUpdate
+from graphsrt.runtime.kv_ledger import Moved
+from graphsrt.runtime.kv_pool import ReqToTokenPool
+from graphsrt.runtime.request import Request
+from graphsrt.runtime.sampling_params import SamplingParams, uniform_at
+
+
+@dataclass(slots=True)
+class Entry:
+    """One sequence of a step: how many tokens are computed, and which of the step's logit rows are its own.
+
+    ``drafts`` are the last of these tokens: they are not known to follow, and each has a logit row.
+    """
+
+    request: Request
+    num_tokens: int
+    drafts: Sequence[int] = ()
+    first_logit_row: int = 0
+    num_logit_rows: int = 0
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """A batch to execute, and for whom. ``entries`` is in the order of the batch's sequences."""
+
+    batch: ForwardBatch
+    entries: list[Entry]
+
+
+class BatchBuilder:
+    """Keeps what does not change between the steps of a request in arrays by row, so that a step gathers it at once."""
+
+    def __init__(self, req_to_token: ReqToTokenPool):
+        self._table = req_to_token.table
+        rows = req_to_token.max_requests
+        self._seed = np.zeros(rows, dtype=np.uint64)
+        self._sampling: dict[str, Any] = {
+            "temperature": np.zeros(rows, dtype=np.float64),
+            "top_p": np.zeros(rows, dtype=np.float64),
+            "top_k": np.zeros(rows, dtype=np.int64),
+        }
+
+    def set_row(self, request: Request) -> None:
+        """Take in a request that was given its row."""
+        self._seed[request.row] = request.seed
+        params = request.params or _FOR_LOGITS
+        for name, column in self._sampling.items():
+            column[request.row] = getattr(params, name)
+
+    def build(self, entries: list[Entry], num_decoding: int, moved: list[Moved]) -> ForwardBatch:
+        """The batch of these entries, of which the first ``num_decoding`` decode; their logit rows are filled in.
+
+        ``moved``: columns of the table that the ranks do not know yet.
+        """
+        requests = [entry.request for entry in entries]
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        extend = np.array([entry.num_tokens for entry in entries], dtype=np.int64)
+        before = np.array([request.num_computed for request in requests], dtype=np.int64)
+        known = np.array([request.num_tokens for request in requests], dtype=np.int64)
+        after_last = np.cumsum(extend)  # one past each sequence's last row
+        sequence = np.repeat(np.arange(len(entries)), extend)  # of each row
+        positions = np.arange(len(sequence)) + np.repeat(before - (after_last - extend), extend)
+
+        # A sequence's logit rows are its last ones: of its last token, of each draft as well, or of all.
+        num_rows = (before + extend >= known).astype(np.int64)
+        is_draft_step = after_last[num_decoding - 1] > num_decoding if num_decoding else False
+        if is_draft_step:
+            num_rows[:num_decoding] = extend[:num_decoding]
+        wants_all = False
+        for i in range(num_decoding, len(entries)):
+            if requests[i].wants_logits:
+                num_rows[i], wants_all = extend[i], True
+        first_row = np.cumsum(num_rows) - num_rows
+        owner = np.repeat(np.arange(len(entries)), num_rows)  # the sequence of each logit row
+        place = np.arange(len(owner)) - first_row[owner]  # among the logit rows of its sequence
+        num_output = known - np.array([request.num_prompt_tokens for request in requests], dtype=np.int64)
+        row_of = rows[owner]
+        for entry, first, count in zip(entries, first_row.tolist(), num_rows.tolist()):
+            entry.first_logit_row, entry.num_logit_rows = first, count
+
+        if is_draft_step or num_decoding == 0:
+            mode = ForwardMode.TARGET_VERIFY if is_draft_step else ForwardMode.EXTEND
+        else:
+            mode = ForwardMode.DECODE
+        if 0 < num_decoding < len(entries):
+            mode = ForwardMode.MIXED
+        return ForwardBatch(
+            forward_mode=mode,
+            tokens=_tokens(entries, len(sequence)),
+            positions=positions,
+            req_pool_indices=rows,
+            seq_lens=before + extend,
+            extend_seq_lens=extend,
+            out_cache_loc=self._table[rows[sequence], positions].astype(np.int64),
+            logit_rows=(after_last - num_rows)[owner] + place,
+            uniform=uniform_at(self._seed[row_of], num_output[owner] + place),
+            return_logits=wants_all,
+            prefix_updates=[
+                PrefixUpdate(row, start, self._table[row, start:stop].astype(np.int64))
+                for request, row, start, stop in moved
+                if request.row == row  # or it has left since
+            ],
+            **{name: column[row_of] for name, column in self._sampling.items()},
+        )
+
+
+def _tokens(entries: list[Entry], num_tokens: int) -> Ints:
+    if len(entries) == num_tokens:
+        return np.array([entry.request.tokens[entry.request.num_computed] for entry in entries], dtype=np.int64)
+    parts: list[Ints | Sequence[int]] = []
+    for entry in entries:
+        at = entry.request.num_computed
+        parts.append(entry.request.tokens[at : at + entry.num_tokens - len(entry.drafts)])
+        if entry.drafts:
+            parts.append(entry.drafts)
+    return np.concatenate(parts, dtype=np.int64)
+
+
+# Rows of a request for logits are in the batch like any other; the greedy tokens that they give are dropped.
+_FOR_LOGITS = SamplingParams(max_new_tokens=1)
