@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from graphsrt.passes import PIPELINE as PIPELINE
     from graphsrt.passes.rewriter import rewrite as rewrite
     from graphsrt.program import Program as Program
-    from graphsrt.runtime.engine import Generation as Generation
+    from graphsrt.runtime.results import Generation as Generation
     from graphsrt.runtime.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
@@ -31,7 +31,7 @@ _WHERE = {
     "compile": "graphsrt.api", "trace": "graphsrt.api", "verify": "graphsrt.api",
     "CompiledModel": "graphsrt.api", "Traced": "graphsrt.api",
     "Program": "graphsrt.program", "PIPELINE": "graphsrt.passes", "rewrite": "graphsrt.passes.rewriter",
-    "SamplingParams": "graphsrt.runtime.sampling_params", "Generation": "graphsrt.runtime.engine",
+    "SamplingParams": "graphsrt.runtime.sampling_params", "Generation": "graphsrt.runtime.results",
     "GraphsrtError": "graphsrt.errors", "CompileError": "graphsrt.errors", "CheckpointError": "graphsrt.errors",
     "RankError": "graphsrt.errors",
 }  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from graphsrt.capture import capture, check_config, meta_model, meta_twin
+from graphsrt.compiled import CompiledModel, Traced
 from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
@@ -23,123 +24,19 @@ from graphsrt.models.source import ModelSource, resolve
 from graphsrt.passes import PIPELINE, page_attention
 from graphsrt.passes.plugins import with_installed
 from graphsrt.passes.runner import Pass, Stages, run, select
-from graphsrt.printer import diff_text
 from graphsrt.program import Program
 from graphsrt.recipes import leaves, rename
-from graphsrt.runtime.engine import Engine, Generation, StreamEvent
+from graphsrt.runtime.engine import Engine
 from graphsrt.runtime.executor import GroupExecutor, LocalExecutor, WorkersExecutor
 from graphsrt.runtime.model_runner import EngineSizes, RankInit, rank_runner, simulated_runner, text_hash
-from graphsrt.runtime.sampling_params import SamplingParams
-from graphsrt.summary import summary_text
 
 if TYPE_CHECKING:
     from graphsrt.verification import VerifyReport
 
-Prompt = str | Sequence[int]
 DTYPES = {
     "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
     "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 }  # fmt: skip
-
-
-class Traced:
-    """A model's program at every stage, without weights. ``compile`` returns a :class:`CompiledModel`, which is one."""
-
-    def __init__(self, source: ModelSource, stages: Stages):
-        self.source = source
-        self.stages = stages
-        self.compile_stats: CompileStats | None = None
-
-    def program(self, after: str | None = None, *, phase: str | None = None, rank: int | None = None) -> Program:
-        """The final program, or the one after the named pass (``"capture"`` for the first).
-
-        ``phase``: "prefill" or "decode"; the two share one program so far. ``rank``: a copy in that rank's own terms:
-        local sizes, and recipes that name the very slices it reads. ValueError for an unknown pass, phase or rank.
-        """
-        if phase not in (None, "prefill", "decode"):
-            raise ValueError(explain("no such phase", expected="'prefill' or 'decode'", got=repr(phase)))
-        program = self.stages.final if after is None else self.stages.after(after)
-        return program if rank is None else program.localized(rank)
-
-    def diff(self, name: str) -> str:
-        """Unified diff of the program's text across one pass, or with ``"first..last"`` from after the first to after
-        the last; empty if nothing changed."""
-        first, dots, last = name.partition("..")
-        if dots:
-            return diff_text(self.stages.after(first), self.stages.after(last), f"after {first}", f"after {last}")
-        before, after = self.stages.around(name)
-        return diff_text(before, after, f"before {name}", f"after {name}")
-
-    def summary(self) -> str:
-        """The pass table, weight bytes of a rank, KV bytes of a token, and what was compiled."""
-        return summary_text(self.stages, self.compile_stats)
-
-
-class CompiledModel(Traced):
-    """A program with an engine that runs it. Close it, or use it as a context manager."""
-
-    def __init__(
-        self, source: ModelSource, stages: Stages, engine: Engine | None, executor: Any, why_no_engine: str = ""
-    ):
-        super().__init__(source, stages)
-        self.engine = engine
-        self._executor = executor
-        self._why_no_engine = why_no_engine
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer; ValueError if it has none."""
-        return self.source.require_tokenizer()
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: bool = False,
-    ) -> list[Generation]:
-        """Continue prompts (text, or lists of token ids), many at a time; results in the order of the prompts."""
-        engine = self._require_engine()
-        return self._executor.run(lambda: engine.generate(_prompt_list(prompts), params, progress=progress))
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
-        """Continue one prompt and yield its text piece by piece. Not under ``torchrun``."""
-        engine = self._require_engine()
-        if isinstance(self._executor, GroupExecutor):
-            raise ValueError("stream works with one driving process; under torchrun use generate")
-        return engine.stream(prompt, params)
-
-    def logits(self, input_ids: Any) -> Any:
-        """Logits of every position: ``[T]`` ids give ``[T, V]``; a list of sequences gives a list, run as one batch.
-
-        float64 if the model's dtype is float64, else float32.
-        """
-        engine = self._require_engine()
-        single = isinstance(input_ids, torch.Tensor) and input_ids.dim() == 1
-        single = single or (
-            not isinstance(input_ids, torch.Tensor) and len(input_ids) > 0 and isinstance(input_ids[0], int)
-        )
-        sequences = [input_ids] if single else list(input_ids)
-        lists = [s.tolist() if isinstance(s, torch.Tensor) else [int(t) for t in s] for s in sequences]
-        results = self._executor.run(lambda: engine.logits(lists))
-        return results[0] if single else results
-
-    def close(self) -> None:
-        """End rank processes and free memory. May be called again."""
-        if self.engine is not None:
-            self.engine.close()
-
-    def __enter__(self) -> CompiledModel:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def _require_engine(self) -> Engine:
-        if self.engine is None:
-            self.source.require_checkpoint()
-            raise ValueError(explain("this program cannot run", got=self._why_no_engine))
-        return self.engine
 
 
 def trace(
@@ -457,12 +354,6 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
             raise ValueError(explain("no such dtype", expected=", ".join(DTYPES), got=repr(dtype)))
         return DTYPES[dtype.removeprefix("torch.")]
     return dtype
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 class _Bar:

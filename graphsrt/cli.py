@@ -122,6 +122,7 @@ def run(
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
     chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Apply the chat template where there is one.")] = True,
     summary: Annotated[bool, typer.Option("--summary/--no-summary", help="Print the pass table at the end.")] = True,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Print tokens, pages and times at the end.")] = False,
     dtype: DtypeOption = None,
     backend: Annotated[Backend, typer.Option("--backend", help="eager: node by node.")] = Backend.inductor,
     ranks: Annotated[Ranks | None, typer.Option("--ranks", help="All ranks in this process, eagerly.")] = None,
@@ -165,6 +166,8 @@ def run(
                     print(result.text if len(texts) == 1 else f"## {text}\n{result.text}\n")
         if summary and not rank:
             print(f"\n{compiled.summary()}")
+        if metrics and not rank:
+            print(f"\n{compiled.metrics()}")
 
 
 @app.command()

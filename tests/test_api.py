@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -91,6 +92,25 @@ def test_generation_is_the_same_alone_and_together(in_ranks: graphsrt.CompiledMo
     assert [g.token_ids for g in together] == [g.token_ids for g in alone]
     streamed = [t for event in in_ranks.stream(prompts[3], params) for t in event.token_ids]
     assert streamed == together[3].token_ids
+
+
+def test_coroutines_and_metrics(in_ranks: graphsrt.CompiledModel) -> None:
+    params = graphsrt.SamplingParams(max_new_tokens=9, ignore_eos=True)
+    want = [g.token_ids for g in in_ranks.generate([IDS, IDS[:3]], params)]
+    before = in_ranks.metrics()
+
+    async def main() -> tuple[list[int], list[graphsrt.Generation]]:
+        streamed = [t async for event in in_ranks.astream(IDS, params) for t in event.token_ids]
+        return streamed, await in_ranks.agenerate([IDS, IDS[:3]], params)
+
+    streamed, generated = asyncio.run(main())
+    assert streamed == want[0] and [g.token_ids for g in generated] == want
+    after = in_ranks.metrics()
+    assert after.generated_tokens - before.generated_tokens == 27
+    assert after.num_finished - before.num_finished == 3 and after.pages_used == 0
+    # both are measured by rank 0, within the step that the caller measures
+    assert after.collectives_s > before.collectives_s and after.compute_s > before.compute_s
+    assert after.compute_s + after.collectives_s < after.step_s
 
 
 def test_a_prompt_longer_than_the_context_is_refused(in_ranks: graphsrt.CompiledModel) -> None:

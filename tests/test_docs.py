@@ -95,3 +95,19 @@ def test_architecture_names_every_module() -> None:
         if name.startswith("passes/") and file.stem in {pass_.__name__ for pass_ in PIPELINE}:
             continue
         assert f"`{name}`" in text, name
+
+
+def test_generating(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page runs from top to bottom, on a small model that answers in its own way."""
+    from tests.support import tiny
+
+    tokenizer = tiny.tokenizer()
+    small = tiny.model("llama", vocab_size=len(tokenizer), eos_token_id=None)
+    opened = graphsrt.compile(small, tp=2, ranks="simulated")
+    opened.source.tokenizer = opened.engine.tokenizer = tokenizer  # type: ignore[union-attr]
+    monkeypatch.setattr(graphsrt, "compile", lambda *_, **__: opened)
+    names: dict[str, Any] = {}
+    for code in blocks("docs/generating.md"):
+        exec(code.replace("[504, 2365]", "[5, 23]"), names)
+    assert len(names["results"]) == 3 and names["results"][0].finish_reason == "length"
+    assert "graphsrt_generated_tokens_total" in names["text"]

@@ -6,6 +6,7 @@ be dropped after it is settled once, so that a step of decoding spends little ti
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -51,7 +52,10 @@ class Collectives(Protocol):
 
 
 class Executable:
-    """A program with one rank's weights, ready to run. ``stats`` tells what was compiled for it."""
+    """A program with one rank's weights, ready to run. ``stats`` tells what was compiled for it.
+
+    ``collectives_s``: seconds spent in collectives so far, waiting for other ranks included.
+    """
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class Executable:
         self.program = program
         self.backend: Backend = backend
         self._collectives = collectives
+        self.collectives_s = 0.0
         self.stats = CompileStats()
         steps: list[Step]
         if backend == "eager":
@@ -180,13 +185,22 @@ class Executable:
         if group is None or there == 1:
             return lambda x, **_: x
         if node.target is ops.all_reduce:
-            return lambda x, *, axis, op="sum": group.all_reduce(x, op)
+            return self._timed(lambda x, *, axis, op="sum": group.all_reduce(x, op))
         if node.target is ops.all_gather:
-            return lambda x, *, dim, axis, size: group.all_gather(x, dim)
+            return self._timed(lambda x, *, dim, axis, size: group.all_gather(x, dim))
         if node.target is ops.reduce_scatter:
-            return lambda x, *, dim, axis, size: group.reduce_scatter(x, dim)
+            return self._timed(lambda x, *, dim, axis, size: group.reduce_scatter(x, dim))
         assert node.target is ops.take_own
         return lambda x, *, dim, axis, size: take_own(x, dim, group.rank, size)
+
+    def _timed(self, collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def timed(x: Tensor, **how: Any) -> Tensor:
+            start = time.perf_counter()
+            result = collective(x, **how)
+            self.collectives_s += time.perf_counter() - start
+            return result
+
+        return timed
 
 
 def take_own(x: Tensor, dim: int, rank: int, size: int) -> Tensor:

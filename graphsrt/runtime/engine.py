@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
-from tqdm import tqdm
 
 from graphsrt.errors import GraphsrtError, RankError, explain
 from graphsrt.runtime.detokenizer import Detokenizer
+from graphsrt.runtime.driving import run
 from graphsrt.runtime.forward_batch import ForwardBatch
 from graphsrt.runtime.kv_pool import ReqToTokenPool, TokenToKVPool
-from graphsrt.runtime.request import FinishReason, Request
+from graphsrt.runtime.metrics import Metrics
+from graphsrt.runtime.prompts import (
+    Prompt,
+    Timeouts,
+    as_list,
+    check_ids,
+    name_of,
+    params_of_each,
+    timeout_of_each,
+)
+from graphsrt.runtime.request import Request, RequestState
+from graphsrt.runtime.results import Generation, StepResult, StreamEvent
 from graphsrt.runtime.sampling_params import SamplingParams
-from graphsrt.runtime.scheduler import Scheduler
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gives: one token per logit row, and logits [R, V] if the batch asked for them.
-
-    ``logits`` may be anything that slices by rows. It must be memory that later steps do not overwrite.
-    """
-
-    token_ids: list[int]
-    logits: Any | None = None
+from graphsrt.runtime.scheduler import ScheduledStep, Scheduler
+from graphsrt.runtime.stream import Stream
+from graphsrt.runtime.turns import Turns
 
 
 class Executor(Protocol):
@@ -46,50 +50,11 @@ class Executor(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Generation:
-    """The continuation of one prompt.
-
-    text: without the stop string or stop token; empty if the engine has no tokenizer. token_ids: all that were
-    generated, the last of them being the one that ended it. finish_reason: "stop", "length" or "cancelled".
-    num_preemptions: times that it was put back for want of KV pages and computed again.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: FinishReason
-    num_preemptions: int = 0
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
-    def num_generated_tokens(self) -> int:
-        return len(self.token_ids)
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """A piece of one continuation: its new text, the tokens since the last event, and on the last event the reason.
-
-    A piece of text may lag behind its tokens. ``str(event)`` is the text.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-
-    def __str__(self) -> str:
-        return self.text
-
-
-Prompt = str | Sequence[int]
-
-
 class Engine:
-    """Generates from many prompts at a time. Not safe for use by several threads.
+    """Generates from many prompts at a time.
+
+    Safe for use by several threads: each waits for its own requests and runs a step for everybody's whenever it has the
+    lock, so that the requests of all share steps. What one thread cancels ends in the others as cancelled.
 
     executor: closed with the engine. tokenizer: a transformers tokenizer, of which ``tokenizer(text)["input_ids"]`` and
         ``decode(ids, skip_special_tokens=True)`` are used; None if prompts are token ids and no text is wanted.
@@ -98,6 +63,7 @@ class Engine:
     max_running: requests that hold KV at a time, and rows of ``req_to_token``; by default 256, or less where
         ``max_tokens_per_step``, the most tokens of a step, is less.
     concat: joins the logits [R, V] of one sequence computed in several chunks; by default numpy arrays only.
+    clock: seconds, for deadlines and metrics.
     """
 
     def __init__(
@@ -113,6 +79,7 @@ class Engine:
         max_running: int | None = None,
         max_tokens_per_step: int = 2048,
         concat: Callable[[list[Any]], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         if eos_token_ids is None:
             eos_token_ids = ()
@@ -132,6 +99,12 @@ class Engine:
             self.eos_token_ids,
         )
         self._concat = concat or _concat_numpy
+        self._clock = clock
+        self.turns = Turns()  # held while requests, pages or the executor are touched
+        self._tokenizing = threading.Lock()  # tokenizers may not be called by two threads at once
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; the number breaks ties
+        self._counter = itertools.count()
+        self._totals = Metrics()
         self._broken: RankError | None = None
         self._closed = False
 
@@ -141,27 +114,22 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
         progress: bool = False,
+        timeout_s: Timeouts = None,
     ) -> list[Generation]:
         """Continue each prompt; always a list, in the order of the prompts, also for a single one.
 
         prompts: strings or token-id lists; a single string or a flat list of ids is one prompt.
         params: one for all, or one for each. With a seed, equal prompts get equal continuations.
-        progress: show a bar on stderr.
+        progress: show a bar on stderr. timeout_s: seconds after which a prompt ends with what it has, with the finish
+        reason "deadline": one for all, or one for each.
 
         Raises ValueError before anything runs if any prompt cannot be served, and RankError if a rank dies. Whatever
         is raised, KeyboardInterrupt included, all requests of this call are released.
         """
-        self._check_usable()
-        items = _as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(items)
-        else:
-            each = list(params)
-            if len(each) != len(items):
-                raise ValueError(f"{len(items)} prompts but {len(each)} SamplingParams: give one, or one per prompt")
-        requests = [self.make_request(item, own, index) for index, (item, own) in enumerate(zip(items, each))]
-        self._run(requests, progress=progress)
+        requests = self.make_requests(prompts, params, timeout_s)
+        run(self, requests, progress=progress)
         return [self.result(request) for request in requests]
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
@@ -172,14 +140,16 @@ class Engine:
         self._check_usable()
         requests = []
         for index, sequence in enumerate(sequences):
-            ids = self._check_ids(sequence, index)
+            ids = check_ids(sequence, self.vocab_size, index)
             self.scheduler.check_fits(len(ids), 0)
             requests.append(Request(ids, None))
-        self._run(requests)
+        run(self, requests)
+        for request in requests:
+            _raise_if_unfinished(request)
         chunks = [request.logits_chunks for request in requests]
         return [parts[0] if len(parts) == 1 else self._concat(parts) for parts in chunks]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None) -> Stream:
         """Continue one prompt piece by piece; the pieces' texts join to the text of ``generate``.
 
         Text that may yet change is held back: half a UTF-8 character, and what may become a stop string. Dropping the
@@ -187,14 +157,23 @@ class Engine:
         Raises ValueError at once if the prompt cannot be served, and RankError while iterating if a rank dies.
         """
         self._check_usable()
-        return self._stream(self.make_request(prompt, params or SamplingParams()))
+        return Stream(self, self.make_request(prompt, params or SamplingParams()), timeout_s)
+
+    def metrics(self) -> Metrics:
+        """What has been done so far, and what is going on now; see :class:`Metrics`."""
+        now = self._totals.copy()
+        pool = self.scheduler.kv_pool
+        now.num_waiting, now.num_running = self.scheduler.num_waiting, self.scheduler.num_active
+        now.pages_total, now.pages_used = pool.total_pages, pool.total_pages - pool.available_pages
+        return now
 
     def close(self) -> None:
-        """Cancel what is running and close the executor. May be called more than once."""
-        if not self._closed:
-            self._closed = True
-            self.scheduler.abandon(self.scheduler.requests)
-            self.executor.close()
+        """Cancel what is running, after the step that is running, and close the executor. May be called again."""
+        with self.turns:
+            if not self._closed:
+                self._closed = True
+                self.scheduler.abandon(self.scheduler.requests)
+                self.executor.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -203,6 +182,21 @@ class Engine:
         self.close()
 
     # ---- one step at a time: what a server drives ----
+
+    def make_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        timeout_s: Timeouts = None,
+    ) -> list[Request]:
+        """The checked requests of ``generate``, not yet in line."""
+        self._check_usable()
+        items = as_list(prompts)
+        each, timeouts = params_of_each(params, len(items)), timeout_of_each(timeout_s, len(items))
+        requests = [self.make_request(item, own, index) for index, (item, own) in enumerate(zip(items, each))]
+        for request, seconds in zip(requests, timeouts):
+            self.set_timeout(request, seconds)
+        return requests
 
     def make_request(self, prompt: Prompt, params: SamplingParams, index: int | None = None) -> Request:
         """A checked request, not yet in line. ``index`` is its number among several, for messages.
@@ -215,31 +209,120 @@ class Engine:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError(f"{_name(index)} is a string, but there is no tokenizer: pass token ids")
-            ids = self._check_ids(self.tokenizer(prompt)["input_ids"], index)
+                raise ValueError(f"{name_of(index)} is a string, but there is no tokenizer: pass token ids")
+            with self._tokenizing:
+                given = self.tokenizer(prompt)["input_ids"]
         else:
-            ids = self._check_ids(prompt, index)
+            given = prompt
+        ids = check_ids(given, self.vocab_size, index)
         self.scheduler.check_fits(len(ids), params.max_new_tokens)
         request = Request(ids, params, seed=secrets.randbits(64) if params.seed is None else params.seed)
         if self.tokenizer is not None:
             request.detokenizer = Detokenizer(self.tokenizer, params.stop)
         return request
 
+    def set_timeout(self, request: Request, timeout_s: float | None) -> None:
+        """End the request this many seconds from now, unless it is done by then; looked at before each step."""
+        if timeout_s is not None:
+            request.deadline = self._clock() + timeout_s
+
     def add(self, request: Request) -> None:
         """Put a request of ``make_request`` in line."""
-        self._check_usable()
-        self.scheduler.add(request)
+        with self.turns:
+            self._check_usable()
+            request.on_done.append(self._count_end)
+            request.added_at = self._clock()
+            self._totals.num_requests += 1
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, next(self._counter), request))
+            self.scheduler.add(request)
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests that gained a token or finished, none if there was nothing to do.
 
         An exception of the executor fails the requests of the step. After a RankError all requests have failed, and
-        the engine is of no more use.
+        the engine is of no more use. After a KeyboardInterrupt requests are computed again, as after a preemption.
         """
-        self._check_usable()
-        step = self.scheduler.schedule()
-        if step is None:
-            return []
+        with self.turns:
+            self._check_usable()
+            start = self._clock()
+            try:
+                expired = self._expire(start)
+                step = self.scheduler.schedule()
+                return expired if step is None else expired + self._execute(step, start)
+            except Exception:
+                raise
+            except BaseException:  # it may have come between any two of our instructions
+                self.scheduler.abandon(())
+                raise
+
+    def cancel(self, request: Request) -> None:
+        """End a request; does nothing to one that is done."""
+        with self.turns:
+            self.scheduler.cancel(request)
+
+    def cancel_all(self) -> None:
+        """End every request; whoever waits for one gets what there is of it."""
+        with self.turns:
+            for request in self.scheduler.requests:
+                self.scheduler.cancel(request)
+
+    def take(self, request: Request) -> StreamEvent | None:
+        """What is new of a request since the last call, or None. Raises the error that it failed with.
+
+        The first event of a request that is done bears its ``finish_reason``, and is its last.
+        """
+        with self.turns:
+            if request.error is not None:
+                raise request.error
+            if request.wants_logits or request.num_taken is None:
+                return None
+            text = ""
+            if request.detokenizer is not None:
+                self._detokenize(request)
+                text = request.detokenizer.take()
+            token_ids = request.output_ids[request.num_taken :]
+            if request.done:
+                request.num_taken = None
+                return StreamEvent(text, token_ids, request.finish_reason)
+            if not text and (request.detokenizer is not None or not token_ids):
+                return None
+            request.num_taken += len(token_ids)
+            return StreamEvent(text, token_ids)
+
+    def result(self, request: Request) -> Generation:
+        """The whole of a request that is done. Raises the error that it failed with."""
+        assert request.done
+        if request.error is not None:
+            raise request.error
+        text = ""
+        if request.detokenizer is not None:
+            with self.turns:
+                self._detokenize(request)
+            text = request.detokenizer.text
+        assert request.finish_reason is not None
+        prompt = request.tokens[: request.num_prompt_tokens].tolist()
+        return Generation(text, request.output_ids, prompt, request.finish_reason, request.num_preemptions)
+
+    def abandon(self, requests: list[Request]) -> None:
+        """Cancel these after an interruption that may have come at any time; all others are computed again."""
+        with self.turns:
+            self.scheduler.abandon(requests)
+
+    # ---- private ----
+
+    def _expire(self, now: float) -> list[Request]:
+        """End the requests whose time is out."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.done:
+                self.scheduler.cancel(request, "deadline")
+                expired.append(request)
+        return expired
+
+    def _execute(self, step: ScheduledStep, start: float) -> list[Request]:
+        prompt_tokens = sum(e.num_tokens for e in step.entries if e.request.state is RequestState.PREFILL)
         try:
             result = self.executor.step(step.batch)
         except RankError as error:
@@ -258,87 +341,14 @@ class Engine:
         for request in advanced:
             if request.params is not None and request.params.stop:
                 self._detokenize(request)
+        now = self._clock()
+        for request in advanced:
+            self._totals.count_tokens(request, now)
+        self._totals.count_step(now - start, prompt_tokens, result)
         return advanced
 
-    def cancel(self, request: Request) -> None:
-        """End a request; does nothing to one that is done."""
-        self.scheduler.cancel(request)
-
-    def take(self, request: Request) -> StreamEvent | None:
-        """What is new of a request since the last call, or None. Raises the error that it failed with.
-
-        The first event of a request that is done bears its ``finish_reason``, and is its last.
-        """
-        if request.error is not None:
-            raise request.error
-        if request.wants_logits or request.num_taken is None:
-            return None
-        text = ""
-        if request.detokenizer is not None:
-            self._detokenize(request)
-            text = request.detokenizer.take()
-        token_ids = request.output_ids[request.num_taken :]
-        if request.done:
-            request.num_taken = None
-            return StreamEvent(text, token_ids, request.finish_reason)
-        if not text and (request.detokenizer is not None or not token_ids):
-            return None
-        request.num_taken += len(token_ids)
-        return StreamEvent(text, token_ids)
-
-    def result(self, request: Request) -> Generation:
-        """The whole of a request that is done. Raises the error that it failed with."""
-        assert request.done
-        if request.error is not None:
-            raise request.error
-        text = ""
-        if request.detokenizer is not None:
-            self._detokenize(request)
-            text = request.detokenizer.text
-        assert request.finish_reason is not None
-        prompt = request.tokens[: request.num_prompt_tokens].tolist()
-        return Generation(text, request.output_ids, prompt, request.finish_reason, request.num_preemptions)
-
-    # ---- private ----
-
-    def _run(self, requests: list[Request], *, progress: bool = False) -> None:
-        try:
-            with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
-                for request in requests:
-                    self.scheduler.add(request)
-                mine = {id(request) for request in requests}
-                while mine and self.scheduler.has_work:
-                    done = [id(request) for request in self.step() if request.done and id(request) in mine]
-                    mine.difference_update(done)
-                    bar.update(len(done))
-        except Exception:
-            for request in requests:
-                self.scheduler.cancel(request)
-            raise
-        except BaseException:  # KeyboardInterrupt: it may have come between any two of our instructions
-            self.scheduler.abandon(requests)
-            raise
-
-    def _stream(self, request: Request) -> Iterator[StreamEvent]:
-        self.add(request)
-        try:
-            while True:
-                event = self.take(request)
-                if event is not None:
-                    yield event
-                    if event.finish_reason is not None:
-                        return
-                elif request.done:
-                    return
-                # It may have advanced while the caller had the event: another call's steps move every request.
-                if not request.done:
-                    self.step()
-        except (Exception, GeneratorExit):
-            self.scheduler.cancel(request)
-            raise
-        except BaseException:
-            self.scheduler.abandon([request])
-            raise
+    def _count_end(self, request: Request) -> None:
+        self._totals.count_end(request, self._clock())
 
     def _detokenize(self, request: Request) -> None:
         """Bring the text up to date. Text without stop strings is decoded when asked for, many tokens at a time."""
@@ -363,18 +373,6 @@ class Engine:
             elif request.finish_reason == "length":  # the last token that was allowed ended a stop string as well
                 request.finish_reason = "stop"
 
-    def _check_ids(self, prompt: Sequence[int], index: int | None) -> NDArray[np.int64]:
-        ids = np.asarray(prompt)
-        if ids.size == 0:
-            raise ValueError(f"{_name(index)} is empty: it must have at least one token")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(f"{_name(index)} must be a string or a flat list of token ids, got {prompt!r:.80}")
-        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if len(outside):
-            shown = ", ".join(str(token) for token in np.unique(outside)[:8].tolist())
-            raise ValueError(f"{_name(index)} has token ids outside the vocabulary [0, {self.vocab_size}): {shown}")
-        return ids.astype(np.int64)
-
     def _check_usable(self) -> None:
         if self._broken is not None:
             raise RankError(
@@ -389,17 +387,12 @@ class Engine:
             raise GraphsrtError("the engine is closed: compile the model again to go on")
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    if items and all(isinstance(item, (int, np.integer)) for item in items):
-        return [items]
-    return items
-
-
-def _name(index: int | None) -> str:
-    return "the prompt" if index is None else f"prompt {index}"
+def _raise_if_unfinished(request: Request) -> None:
+    """What was computed only in part is no result: another thread has cancelled it, or an error ended it."""
+    if request.error is not None:
+        raise request.error
+    if request.state is not RequestState.FINISHED:
+        raise GraphsrtError("the computation was cancelled before it was complete")
 
 
 def _concat_numpy(chunks: list[Any]) -> Any:

@@ -17,11 +17,12 @@ import numpy as np
 
 from graphsrt.errors import RankError, explain
 from graphsrt.runtime.rank_processes import RankProcesses
+from graphsrt.runtime.results import StepResult
 from graphsrt.runtime.wire import Kind, StepReply, decode_reply
 
 if TYPE_CHECKING:
     from graphsrt.lowering.collectives import ProcessCollectives
-    from graphsrt.runtime.engine import ForwardBatch, StepResult
+    from graphsrt.runtime.forward_batch import ForwardBatch
     from graphsrt.runtime.workers import Runner
 
 __all__ = ["GroupExecutor", "LocalExecutor", "StepReply", "WorkersExecutor"]
@@ -41,10 +42,8 @@ class _Executor:
 
     def step(self, batch: ForwardBatch) -> StepResult:
         """Run one batch on all ranks."""
-        from graphsrt.runtime.engine import StepResult
-
         reply = self.step_buffer(batch.encode())
-        return StepResult(token_ids=reply.token_ids.tolist(), logits=reply.logits)
+        return StepResult(reply.token_ids.tolist(), reply.logits, reply.compute_s, reply.collectives_s)
 
     def run(self, serve: Callable[[], T]) -> T:
         """The result of ``serve``, on every rank that calls this; only the driver calls ``serve``, to make steps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,10 @@ class ModelRunner:
         rank: int = 0,
         device: str = "cpu",
         pools: int | None = None,
+        collectives_s: Callable[[], float] = lambda: 0.0,
     ):
+        """``collectives_s``: seconds that ``execute`` has spent in collectives so far."""
+        self._collectives_s = collectives_s
         self._execute = execute
         self._rank = rank
         self._device = device
@@ -81,6 +85,14 @@ class ModelRunner:
 
     def step(self, buffer: np.ndarray) -> StepReply | None:
         """Run one encoded :class:`ForwardBatch`. Rank 0 replies with a token for each logit row."""
+        start, waited = time.perf_counter(), self._collectives_s()
+        reply = self._step(buffer)
+        if reply is not None:
+            reply.collectives_s = self._collectives_s() - waited
+            reply.compute_s = time.perf_counter() - start - reply.collectives_s
+        return reply
+
+    def _step(self, buffer: np.ndarray) -> StepReply | None:
         batch = ForwardBatch.decode(buffer)
         rows, columns, slots = (torch.from_numpy(np.ascontiguousarray(a)) for a in batch.req_to_token_updates())
         self._req_to_token[rows, columns] = slots.to(torch.int32).to(self._device)
@@ -140,7 +152,9 @@ def rank_runner(
     """A runner with its own rank's weights, which are read here."""
     weights = load_weights(program, rank, checkpoint, device=device, progress=progress)
     executable = Executable(program, weights, backend=backend, collectives=collectives)  # type: ignore[arg-type]
-    return ModelRunner(program, executable, sizes, rank=rank, device=device)
+    return ModelRunner(
+        program, executable, sizes, rank=rank, device=device, collectives_s=lambda: executable.collectives_s
+    )
 
 
 def simulated_runner(program: Program, checkpoint: Any, sizes: EngineSizes) -> ModelRunner:

@@ -7,7 +7,7 @@
        └──────preempt─────┴───────────────────────────────────────┘
 
     PREFILL ──all logits computed──▶ FINISHED                  (a request for logits: it never runs)
-    WAITING, PREFILL, RUNNING ──▶ CANCELLED (the caller) or FAILED (an error)
+    WAITING, PREFILL, RUNNING ──▶ CANCELLED (the caller, or a deadline) or FAILED (an error)
 
 WAITING holds nothing. PREFILL and RUNNING hold a row of ``req_to_token`` and whole pages. The last three are final and
 hold nothing. A preempted request keeps the tokens that it has generated: they are computed again as if they were
@@ -16,7 +16,7 @@ prompt, and the next token has the index in the output that it would have had.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Literal
 
@@ -28,7 +28,7 @@ from graphsrt.runtime.drafter import Drafter
 from graphsrt.runtime.radix_cache import Node
 from graphsrt.runtime.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
 
 class RequestState(Enum):
@@ -98,6 +98,11 @@ class Request:
         self.num_detokenized = 0  # output tokens that the detokenizer has seen
         self.num_taken: int | None = 0  # output tokens handed out to a stream; None once its last event is out
         self.stopped_by_token = False  # the last output token ended it and is no text
+        self.deadline: float | None = None  # of the engine's clock
+        self.on_done: list[Callable[[Request], None]] = []  # called once, when the state has become final
+        self.added_at = 0.0  # of the engine's clock, as the time of the last token below
+        self.last_token_at: float | None = None
+        self.num_timed = 0  # output tokens that the metrics have counted
 
     @property
     def wants_logits(self) -> bool:
@@ -132,6 +137,9 @@ class Request:
         """Change the state; a transition that the picture does not show is a bug of ours."""
         assert state in _NEXT[self.state], f"{self.state.name} -> {state.name}"
         self.state = state
+        if self.done:
+            for tell in self.on_done:
+                tell(self)
 
     def append(self, token: int) -> None:
         """Add a generated token."""

@@ -212,10 +212,10 @@ class Scheduler:
         self._drop(request)
         request.to(RequestState.FINISHED)
 
-    def cancel(self, request: Request) -> None:
-        """End a request at its caller's wish; does nothing to one that is done."""
+    def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
+        """End a request at its caller's wish, or as its time is out; does nothing to one that is done."""
         if not request.done:
-            request.finish_reason = "cancelled"
+            request.finish_reason = reason
             self._drop(request)
             request.to(RequestState.CANCELLED)
 

@@ -39,10 +39,15 @@ class Kind(IntEnum):
 
 @dataclass
 class StepReply:
-    """What one step gives back: ``token_ids`` int64 [B], and ``logits`` where the caller asked for them."""
+    """What one step gives back: ``token_ids`` int64 [B], and ``logits`` where the caller asked for them.
+
+    The times are those of ``StepResult``.
+    """
 
     token_ids: np.ndarray
     logits: torch.Tensor | None = None
+    compute_s: float = 0.0
+    collectives_s: float = 0.0
 
 
 def encode_reply(reply: StepReply | None) -> list[memoryview]:
@@ -50,7 +55,7 @@ def encode_reply(reply: StepReply | None) -> list[memoryview]:
     if reply is None:
         reply = StepReply(np.empty(0, dtype=np.int64))
     tokens = np.ascontiguousarray(reply.token_ids, dtype=np.int64).reshape(-1)
-    about: dict[str, object] = {"tokens": len(tokens)}
+    about: dict[str, object] = {"tokens": len(tokens), "times": [reply.compute_s, reply.collectives_s]}
     if reply.logits is not None:
         logits = reply.logits.detach().cpu().contiguous()
         about |= {"dtype": str(logits.dtype).removeprefix("torch."), "shape": list(logits.shape)}
@@ -72,14 +77,14 @@ def decode_reply(payload: np.ndarray) -> StepReply:
     at = _aligned(8 + text_bytes)
     tokens = payload[at : at + 8 * about["tokens"]].view(np.int64)
     if "dtype" not in about:
-        return StepReply(tokens)
+        return StepReply(tokens, None, *about["times"])
     import torch
 
     data = payload[_aligned(at + tokens.nbytes) :]
     dtype: torch.dtype = getattr(torch, about["dtype"])
     if not len(data):
-        return StepReply(tokens, torch.empty(about["shape"], dtype=dtype))
-    return StepReply(tokens, torch.from_numpy(data).view(dtype).view(about["shape"]))
+        return StepReply(tokens, torch.empty(about["shape"], dtype=dtype), *about["times"])
+    return StepReply(tokens, torch.from_numpy(data).view(dtype).view(about["shape"]), *about["times"])
 
 
 def send(sock: socket.socket, kind: Kind, parts: Iterable[memoryview] = ()) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from graphsrt.runtime.engine import StepResult
 from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode
+from graphsrt.runtime.results import StepResult
 from graphsrt.runtime.sampling_params import SamplingParams, uniform_at
 
 VOCAB = 50

@@ -42,6 +42,7 @@ def make(
     budget: int = 8,
     vocab: int = VOCAB,
     eos: int | None = EOS,
+    **more: Any,
 ) -> tuple[Engine, MemoryExecutor]:
     executor = MemoryExecutor(num_pages, page_size, max_running, context, script)
     engine = Engine(
@@ -54,16 +55,16 @@ def make(
         vocab_size=vocab,
         max_running=max_running,
         max_tokens_per_step=budget,
+        **more,
     )
     return engine, executor
 
 
-def make_text(prompt: str, continuation: bytes | list[int], **sizes: int) -> tuple[Engine, MemoryExecutor]:
+def make_text(prompt: str, continuation: bytes | list[int], **more: Any) -> tuple[Engine, MemoryExecutor]:
     """An engine that answers ``prompt`` with these bytes and then token 256, its end of sequence."""
     answer, start = [*continuation, 256], len(prompt.encode())
-    return make(
-        ByteTokenizer(), lambda history: answer[len(history) - start], vocab=257, eos=256, num_pages=100, context=256
-    )
+    script = lambda history: answer[len(history) - start]  # noqa: E731
+    return make(ByteTokenizer(), script, vocab=257, eos=256, num_pages=100, context=256, **more)
 
 
 def assert_idle(engine: Engine) -> None:

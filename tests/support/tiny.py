@@ -126,3 +126,15 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
     if not (torch.isfinite(got).all() and torch.isfinite(want).all()):
         return float("inf")
     return float((got.double() - want.double()).abs().max() / want.double().abs().max())
+
+
+def tokenizer() -> Any:
+    """A token for each byte, and one that ends a sequence: 257 in all."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")

@@ -1,0 +1,198 @@
+"""What ``trace`` and ``compile`` return: a model's program at every stage, and the engine that runs the last one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from graphsrt.errors import explain
+from graphsrt.lowering.region_cache import CompileStats
+from graphsrt.models.source import ModelSource
+from graphsrt.passes.runner import Stages
+from graphsrt.printer import diff_text
+from graphsrt.program import Program
+from graphsrt.runtime.background import BackgroundSteps
+from graphsrt.runtime.engine import Engine
+from graphsrt.runtime.executor import GroupExecutor
+from graphsrt.runtime.metrics import Metrics
+from graphsrt.runtime.prompts import Prompt, Timeouts
+from graphsrt.runtime.results import Generation, StreamEvent
+from graphsrt.runtime.sampling_params import SamplingParams
+from graphsrt.runtime.stream import Stream
+from graphsrt.summary import summary_text
+
+T = TypeVar("T")
+
+
+class Traced:
+    """A model's program at every stage, without weights. ``compile`` returns a :class:`CompiledModel`, which is one."""
+
+    def __init__(self, source: ModelSource, stages: Stages):
+        self.source = source
+        self.stages = stages
+        self.compile_stats: CompileStats | None = None
+
+    def program(self, after: str | None = None, *, phase: str | None = None, rank: int | None = None) -> Program:
+        """The final program, or the one after the named pass (``"capture"`` for the first).
+
+        ``phase``: "prefill" or "decode"; the two share one program so far. ``rank``: a copy in that rank's own terms:
+        local sizes, and recipes that name the very slices it reads. ValueError for an unknown pass, phase or rank.
+        """
+        if phase not in (None, "prefill", "decode"):
+            raise ValueError(explain("no such phase", expected="'prefill' or 'decode'", got=repr(phase)))
+        program = self.stages.final if after is None else self.stages.after(after)
+        return program if rank is None else program.localized(rank)
+
+    def diff(self, name: str) -> str:
+        """Unified diff of the program's text across one pass, or with ``"first..last"`` from after the first to after
+        the last; empty if nothing changed."""
+        first, dots, last = name.partition("..")
+        if dots:
+            return diff_text(self.stages.after(first), self.stages.after(last), f"after {first}", f"after {last}")
+        before, after = self.stages.around(name)
+        return diff_text(before, after, f"before {name}", f"after {name}")
+
+    def summary(self) -> str:
+        """The pass table, weight bytes of a rank, KV bytes of a token, and what was compiled."""
+        return summary_text(self.stages, self.compile_stats)
+
+
+class CompiledModel(Traced):
+    """A program with an engine that runs it. Close it, or use it as a context manager.
+
+    Its methods may be called from several threads, and from coroutines at the same time: all share the steps. Under
+    ``torchrun``, where all ranks must make the same calls, one thread at a time, and no streams and coroutines.
+    """
+
+    def __init__(
+        self, source: ModelSource, stages: Stages, engine: Engine | None, executor: Any, why_no_engine: str = ""
+    ):
+        super().__init__(source, stages)
+        self.engine = engine
+        self._executor = executor
+        self._why_no_engine = why_no_engine
+        self._background = BackgroundSteps(engine) if engine is not None else None
+        self._serving = threading.Lock()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; ValueError if it has none."""
+        return self.source.require_tokenizer()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        timeout_s: Timeouts = None,
+    ) -> list[Generation]:
+        """Continue prompts (text, or lists of token ids), many at a time; results in the order of the prompts.
+
+        ``params``: one for all, or one for each. ``progress`` shows a bar. ``timeout_s``: seconds, one for all or one
+        for each, after which a prompt ends with what it has by then and the finish reason "deadline".
+        """
+        engine = self._require_engine()
+        return self._serve(lambda: engine.generate(prompts, params, progress=progress, timeout_s=timeout_s))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None) -> Stream:
+        """Continue one prompt and iterate over its text piece by piece; ``cancel()`` of the result ends it early.
+
+        Not under ``torchrun``.
+        """
+        return self._require_driver("stream").stream(prompt, params, timeout_s=timeout_s)
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout_s: Timeouts = None,
+    ) -> list[Generation]:
+        """:meth:`generate` for coroutines. All that run at a time share steps; cancelling the task ends its requests.
+
+        Not under ``torchrun``.
+        """
+        self._require_driver("agenerate")
+        assert self._background is not None
+        return await self._background.generate(prompts, params, timeout_s)
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None
+    ) -> AsyncIterator[StreamEvent]:
+        """:meth:`stream` for coroutines: ``async for event in model.astream(prompt)``. Leaving the loop cancels it.
+
+        ValueError at once if the prompt cannot be served. Not under ``torchrun``.
+        """
+        self._require_driver("astream")
+        assert self._background is not None
+        return self._background.stream(prompt, params, timeout_s)
+
+    def cancel(self, stream: Stream | None = None) -> None:
+        """End one stream, or everything that is running or waiting; from any thread.
+
+        Whoever waits gets what there is by then, with the finish reason "cancelled".
+        """
+        engine = self._require_driver("cancel")
+        if stream is None:
+            engine.cancel_all()
+        else:
+            stream.cancel()
+
+    def metrics(self) -> Metrics:
+        """Requests, tokens, pages, and where the time went, so far; ``print`` it, or give its ``prometheus()`` away."""
+        return self._require_engine().metrics()
+
+    def logits(self, input_ids: Any) -> Any:
+        """Logits of every position: ``[T]`` ids give ``[T, V]``; a list of sequences gives a list, run as one batch.
+
+        float64 if the model's dtype is float64, else float32.
+        """
+        engine = self._require_engine()
+        single = isinstance(input_ids, torch.Tensor) and input_ids.dim() == 1
+        single = single or (
+            not isinstance(input_ids, torch.Tensor) and len(input_ids) > 0 and isinstance(input_ids[0], int)
+        )
+        sequences = [input_ids] if single else list(input_ids)
+        lists = [s.tolist() if isinstance(s, torch.Tensor) else [int(t) for t in s] for s in sequences]
+        results = self._serve(lambda: engine.logits(lists))
+        return results[0] if single else results
+
+    def close(self) -> None:
+        """End rank processes and free memory. May be called again."""
+        if self.engine is not None:
+            self.engine.close()
+        if self._background is not None:
+            self._background.join()
+
+    def __enter__(self) -> CompiledModel:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _serve(self, call: Callable[[], T]) -> T:
+        """The result of a call that makes steps: on every rank under ``torchrun``, where one thread at a time may."""
+        if not isinstance(self._executor, GroupExecutor):
+            return call()
+        if not self._serving.acquire(blocking=False):
+            raise ValueError("another thread is generating: under torchrun all ranks make the same calls in turn")
+        try:
+            return self._executor.run(call)
+        finally:
+            self._serving.release()
+
+    def _require_driver(self, call: str) -> Engine:
+        engine = self._require_engine()
+        if isinstance(self._executor, GroupExecutor):
+            raise ValueError(f"{call} works with one driving process; under torchrun use generate")
+        return engine
+
+    def _require_engine(self) -> Engine:
+        if self.engine is None:
+            self.source.require_checkpoint()
+            raise ValueError(explain("this program cannot run", got=self._why_no_engine))
+        return self.engine

@@ -1,0 +1,63 @@
+"""What comes out: of a step, of a request, and piece by piece of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from graphsrt.runtime.request import FinishReason
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives: one token per logit row, and logits [R, V] if the batch asked for them.
+
+    ``logits`` may be anything that slices by rows. It must be memory that later steps do not overwrite.
+    compute_s, collectives_s: seconds that rank 0 spent in the program, and in its collectives, the wait for the slowest
+    rank included; the two do not overlap.
+    """
+
+    token_ids: list[int]
+    logits: Any | None = None
+    compute_s: float = 0.0
+    collectives_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The continuation of one prompt.
+
+    text: without the stop string or stop token; empty if the engine has no tokenizer. token_ids: all that were
+    generated, the last of them being the one that ended it. finish_reason: "stop", "length", "cancelled", or
+    "deadline" if its time ran out; the last two leave what there was by then. num_preemptions: times that it was put
+    back for want of KV pages and computed again.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    num_preemptions: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """A piece of one continuation: its new text, the tokens since the last event, and on the last event the reason.
+
+    A piece of text may lag behind its tokens. ``str(event)`` is the text.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+
+    def __str__(self) -> str:
+        return self.text
