@@ -162,9 +162,14 @@ class Engine:
     def metrics(self) -> Metrics:
         """What has been done so far, and what is going on now; see :class:`Metrics`."""
         now = self._totals.copy()
-        pool = self.scheduler.kv_pool
-        now.num_waiting, now.num_running = self.scheduler.num_waiting, self.scheduler.num_active
-        now.pages_total, now.pages_used = pool.total_pages, pool.total_pages - pool.available_pages
+        scheduler = self.scheduler
+        now.num_waiting, now.num_running = scheduler.num_waiting, scheduler.num_active
+        now.num_preemptions = scheduler.counters.num_preemptions
+        now.asked_tokens, now.cached_tokens = scheduler.counters.prompt_tokens, scheduler.counters.cached_tokens
+        now.drafted_tokens, now.accepted_tokens = scheduler.counters.drafted_tokens, scheduler.counters.accepted_tokens
+        now.pages_total = scheduler.kv_pool.total_pages
+        now.pages_used = now.pages_total - scheduler.ledger.available_pages
+        now.pages_cached = now.pages_total - now.pages_used - scheduler.kv_pool.available_pages
         return now
 
     def close(self) -> None:

@@ -58,8 +58,9 @@ class Metrics:
         requests hold. pages_cached: pages that hold prefixes for reuse and that any request may take.
     num_requests: all that were added; num_finished, num_cancelled, num_expired (deadline), num_failed: how they ended.
     num_preemptions: times that a request was put back for want of pages.
-    prompt_tokens: prompt tokens computed, those computed again after a preemption included; cached_tokens: prompt
-        tokens whose KV was there already; generated_tokens: tokens sampled.
+    prompt_tokens: prompt tokens computed, those computed again after a preemption included; asked_tokens: tokens of
+        prompts that were admitted, and cached_tokens those of them whose KV was there already; generated_tokens: tokens
+        that requests have gained; drafted_tokens, accepted_tokens: guessed ahead, and those that were right.
     step_s: seconds in steps, wall time. It is the sum of compute_s, rank 0 in the program and sampling; collectives_s,
         rank 0 in collectives, waiting for other ranks included; and host_s, the rest: scheduling, the way to the ranks
         and back, and text. On a GPU the first two are as the CPU of rank 0 sees them.
@@ -80,7 +81,10 @@ class Metrics:
     num_preemptions: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
+    asked_tokens: int = 0
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     generated_tokens: int = 0
     step_s: float = 0.0
     compute_s: float = 0.0
@@ -111,9 +115,8 @@ class Metrics:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of prompt tokens that did not have to be computed."""
-        asked = self.prompt_tokens + self.cached_tokens
-        return self.cached_tokens / asked if asked else 0.0
+        """Share of the prompts' tokens that did not have to be computed."""
+        return self.cached_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
     def count_step(self, seconds: float, prompt_tokens: int, result: StepResult) -> None:
         """Take in a step."""
@@ -138,7 +141,6 @@ class Metrics:
 
     def count_end(self, request: Request, now: float) -> None:
         """Take in a request that has just ended."""
-        self.num_preemptions += request.num_preemptions
         self.request_time.observe(now - request.added_at)
         if request.error is not None:
             self.num_failed += 1
@@ -167,6 +169,7 @@ class Metrics:
             ("tokens", f"{self.prompt_tokens} prompt ({self.prompt_tokens_per_s:.1f}/s), "
                        f"{self.generated_tokens} generated ({self.generated_tokens_per_s:.1f}/s)"),
             ("prefix reuse", f"{self.cached_tokens} tokens, {100 * self.prefix_hit_rate:.1f} %"),
+            ("drafts", f"{self.accepted_tokens} of {self.drafted_tokens} tokens right"),
             ("KV pages", f"{self.pages_used} of {self.pages_total} held ({100 * self.page_use:.1f} %), "
                          f"{self.pages_cached} cached; {self.num_preemptions} preemptions"),
             ("steps", f"{self.num_steps} in {self.step_s:.2f} s: compute {share * self.compute_s:.1f} %, "
@@ -192,8 +195,11 @@ class Metrics:
             "preemptions": (self.num_preemptions, "Times that a request was put back for want of KV pages."),
             "steps": (self.num_steps, "Steps run."),
             "prompt_tokens": (self.prompt_tokens, "Prompt tokens computed."),
-            "cached_prompt_tokens": (self.cached_tokens, "Prompt tokens whose KV was there already."),
-            "generated_tokens": (self.generated_tokens, "Tokens sampled."),
+            "asked_prompt_tokens": (self.asked_tokens, "Tokens of prompts that were admitted."),
+            "cached_prompt_tokens": (self.cached_tokens, "Those of them whose KV was there already."),
+            "generated_tokens": (self.generated_tokens, "Tokens that requests have gained."),
+            "drafted_tokens": (self.drafted_tokens, "Tokens guessed ahead."),
+            "accepted_tokens": (self.accepted_tokens, "Tokens guessed ahead that were right."),
         }
         for name, (value, text) in gauges.items():
             yield from _family(name, "gauge", text, {"": value})
