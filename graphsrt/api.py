@@ -21,7 +21,7 @@ from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
 from graphsrt.models.checkpoint import SafetensorsCheckpoint, StateDictCheckpoint, write_safetensors_memfd
 from graphsrt.models.source import ModelSource, resolve
-from graphsrt.passes import PIPELINE, page_attention
+from graphsrt.passes import PIPELINE, page_attention, shard_tensor_parallel
 from graphsrt.passes.plugins import with_installed
 from graphsrt.passes.runner import Pass, Stages, run, select
 from graphsrt.program import Program
@@ -48,6 +48,7 @@ def trace(
     passes: Sequence[Pass] | None = None,
     without: Iterable[str] = (),
     stop_after: str | None = None,
+    experts: str = "tp",
     strict: bool = False,
     dump: str | os.PathLike | None = None,
     context_length: int | None = None,
@@ -57,7 +58,7 @@ def trace(
 ) -> Traced:
     """Capture a model and run the passes; no weights are read and nothing is lowered. See :func:`compile`."""
     _check_tp(tp)
-    chosen = select(with_installed(PIPELINE) if passes is None else passes, without=without, stop_after=stop_after)
+    chosen = _chosen(passes, without, experts, stop_after)
     if kv_dtype is not None:
         kept = functools.partial(page_attention, kv_dtype=_dtype(kv_dtype))
         chosen = [kept if function is page_attention else function for function in chosen]
@@ -108,6 +109,7 @@ def compile(
     ``backend``: "inductor", or "eager" to run the program node by node; neither stands in for the other.
     ``passes``: the pipeline (default ``graphsrt.passes.PIPELINE`` with the passes of installed packages); ``without``:
     names to leave out; ``stop_after``: the last pass to run. ``strict``: a linear left whole on every rank is an error.
+    ``experts``: "tp" divides every expert of a mixture over the ranks, "ep" gives each rank whole experts.
     ``dump``: folder for the text after every pass (or ``GRAPHSRT_DUMP``). ``verify``: compare every stage on simulated
     ranks first, as :func:`verify` does.
     ``context_length``: most tokens of a sequence (default the model's). ``page_size``: tokens of a KV page;
@@ -118,16 +120,16 @@ def compile(
     weights that are missing, damaged or left over, RankError if a rank process fails.
     """
     group_size = _group_size(device or "cpu")
-    _check_options(ranks, backend, experts, device, page_size, max_running, max_tokens_per_step)
+    _check_options(ranks, backend, device, page_size, max_running, max_tokens_per_step)
     tp = tp if tp is not None else (group_size if group_size and ranks is None else 1)
     traced = trace(
         model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, passes=passes, without=without, stop_after=stop_after,
-        strict=strict, dump=dump, context_length=context_length, trust_remote_code=trust_remote_code,
+        experts=experts, strict=strict, dump=dump, context_length=context_length, trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
     )  # fmt: skip
     source, stages = traced.source, traced.stages
     if verify:
-        chosen = select(with_installed(PIPELINE) if passes is None else passes, without=without, stop_after=stop_after)
+        chosen = _chosen(passes, without, experts, stop_after)
         _verify(source, tp, chosen, strict).raise_if_bad()
     if source.checkpoint is None:
         return CompiledModel(source, stages, None, None, "a config has no weights")
@@ -152,16 +154,33 @@ def compile(
 
 
 def verify(
-    model: Any, *, tp: int = 1, passes: Sequence[Pass] | None = None, without: Iterable[str] = (), strict: bool = True
+    model: Any,
+    *,
+    tp: int = 1,
+    passes: Sequence[Pass] | None = None,
+    without: Iterable[str] = (),
+    experts: str = "tp",
+    strict: bool = True,
 ) -> VerifyReport:
     """Execute every stage on all simulated ranks, in float64, and compare; returns a ``VerifyReport``.
 
     A miniature of the model is used: its head counts and layer kinds with small widths and random weights.
     """
     _check_tp(tp)
-    return _verify(
-        resolve(model), tp, select(with_installed(PIPELINE) if passes is None else passes, without=without), strict
-    )
+    return _verify(resolve(model), tp, _chosen(passes, without, experts), strict)
+
+
+def _chosen(
+    passes: Sequence[Pass] | None, without: Iterable[str], experts: str, stop_after: str | None = None
+) -> list[Pass]:
+    """The passes to run, with how experts are divided bound to the pass that divides them."""
+    if experts not in ("tp", "ep"):
+        raise ValueError(
+            explain("experts are divided by width or by number", expected="'tp' or 'ep'", got=repr(experts))
+        )
+    chosen = select(with_installed(PIPELINE) if passes is None else passes, without=without, stop_after=stop_after)
+    divide = functools.partial(shard_tensor_parallel, experts=experts) if experts != "tp" else shard_tensor_parallel
+    return [divide if function is shard_tensor_parallel else function for function in chosen]
 
 
 # -- the stages --------------------------------------------------------------------------------------------------------
@@ -328,15 +347,11 @@ def _check_tp(tp: Any) -> None:
         raise ValueError(explain("tp is the number of ranks", expected="an integer of at least 1", got=repr(tp)))
 
 
-def _check_options(
-    ranks: Any, backend: str, experts: str, device: str | None, page: int, running: int, step: int
-) -> None:
+def _check_options(ranks: Any, backend: str, device: str | None, page: int, running: int, step: int) -> None:
     if ranks not in (None, "simulated"):
         raise ValueError(explain("ranks says where ranks run", expected="None or 'simulated'", got=repr(ranks)))
     if backend not in ("inductor", "eager"):
         raise ValueError(explain("no such backend", expected="'inductor' or 'eager'", got=repr(backend)))
-    if experts != "tp":
-        raise ValueError(explain("experts can only be divided by 'tp' so far", got=repr(experts)))
     if device is not None and torch.device(device).type not in ("cpu", "cuda"):
         raise ValueError(explain("no such device", expected="'cpu' or 'cuda'", got=repr(device)))
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():

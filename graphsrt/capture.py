@@ -22,6 +22,7 @@ from torch import nn
 
 from graphsrt import ops
 from graphsrt.errors import CompileError, explain
+from graphsrt.models import experts
 from graphsrt.program import Input, Program, Weight, arguments, aten
 from graphsrt.recipes import Ckpt, Const
 
@@ -211,6 +212,7 @@ def capture(model: Any, *, context_length: int, name: str | None = None) -> Prog
     check_config(config)
     for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         part._attn_implementation = INTERFACE
+    experts.settle(model, INTERFACE)
     fix_rope(model, context_length)
     constants = {n: b for n, b in model.named_buffers(remove_duplicate=False) if not b.is_meta}
     for module in model.modules():

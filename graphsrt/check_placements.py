@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from graphsrt import ops
+from graphsrt import check_rules_experts, ops  # noqa: F401  (its rule registers itself)
 from graphsrt.check_rules import WHOLE, Held, Refused, call_of, derive, describe
 from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Layout, Partial, Run, Shard

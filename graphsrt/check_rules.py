@@ -138,7 +138,7 @@ def derive(call: Call) -> Any:
         if (
             (item.zeroed and target not in _MAY_BE_ZEROED)
             or (item.gathered is not None and target not in _MAY_BE_GATHERED)
-            or (item.starts is not None and target is not ops.vocab_embedding)
+            or (item.starts is not None and target not in _MAY_BE_STARTS)
         ):
             raise Refused(f"{argument.name} cannot be used here", "an ordinary value", str(item))
     if known is not None:
@@ -976,9 +976,11 @@ def _creator(call: Call) -> Held:
 
 _MAY_BE_ZEROED = {
     aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default, aten.transpose.int, aten.t.default,
-    aten.permute.default, aten.to.dtype, aten._to_copy.default, ops.vocab_embedding,
+    aten.permute.default, aten.to.dtype, aten._to_copy.default, ops.vocab_embedding, ops.moe_experts,
 }  # fmt: skip
 """Operators whose rules look at zeros in place of copies themselves."""
+_MAY_BE_STARTS = {ops.vocab_embedding, ops.moe_experts}
+"""Operators whose rules look at each rank's first address themselves."""
 _MAY_BE_GATHERED = {
     aten.slice.Tensor, aten.narrow.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes,
     aten.chunk.default, aten.cat.default, aten.to.dtype, aten._to_copy.default,

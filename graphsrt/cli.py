@@ -41,6 +41,11 @@ class Ranks(StrEnum):
     simulated = "simulated"
 
 
+class Experts(StrEnum):
+    tp = "tp"
+    ep = "ep"
+
+
 class Dtype(StrEnum):
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -72,6 +77,7 @@ ModelOrConfig = Annotated[
 Without = Annotated[list[str], typer.Option("--without", metavar="PASS", help="Leave this pass out; may be repeated.")]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Of weights and activations; default the model's.")]
 Strict = Annotated[bool, typer.Option("--strict", help="A linear left whole on every rank is an error.")]
+ExpertsOption = Annotated[Experts, typer.Option("--experts", help="ep: whole experts on each rank.")]
 ContextLength = Annotated[
     int | None, typer.Option("--context-length", help="Most tokens of a sequence; default the model's.")
 ]
@@ -132,6 +138,7 @@ def run(
     user_passes: UserPass = [],  # noqa: B006
     before: PassBefore = None,
     after: PassAfter = None,
+    experts: ExpertsOption = Experts.tp,
     strict: Strict = False,
     verify: Annotated[bool, typer.Option("--verify", help="First compare every stage on simulated ranks.")] = False,
     dump: DumpDir = None,
@@ -149,7 +156,7 @@ def run(
     rank = _torchrun_rank()
     with compile(
         model, tp=tp, ranks=ranks and ranks.value, dtype=dtype and dtype.value, backend=backend.value,
-        passes=_pipeline(user_passes, before, after), without=without,
+        passes=_pipeline(user_passes, before, after), without=without, experts=experts.value,
         strict=strict, dump=dump, verify=verify, context_length=context_length, page_size=page_size,
         progress=not rank, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     ) as compiled:  # fmt: skip
@@ -192,6 +199,7 @@ def inspect(
     user_passes: UserPass = [],  # noqa: B006
     before: PassBefore = None,
     pass_after: PassAfterOnly = None,
+    experts: ExpertsOption = Experts.tp,
     strict: Strict = False,
     dump: DumpDir = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -211,7 +219,7 @@ def inspect(
     source = _model_or_config(model, trust_remote_code)
     traced = trace(
         source, tp=tp, dtype=dtype and dtype.value, passes=_pipeline(user_passes, before, pass_after),
-        without=without, strict=strict, dump=dump,
+        without=without, experts=experts.value, strict=strict, dump=dump,
         context_length=context_length, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     )  # fmt: skip
     if html is not None:
@@ -255,6 +263,7 @@ def verify(
     user_passes: UserPass = [],  # noqa: B006
     before: PassBefore = None,
     after: PassAfter = None,
+    experts: ExpertsOption = Experts.tp,
     strict: Annotated[bool, typer.Option(help="A linear left whole on every rank is an error.")] = True,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -262,7 +271,10 @@ def verify(
     from graphsrt.api import verify
 
     passes = _pipeline(user_passes, before, after)
-    report = verify(_model_or_config(model, trust_remote_code), tp=tp, passes=passes, without=without, strict=strict)
+    report = verify(
+        _model_or_config(model, trust_remote_code), tp=tp, passes=passes, without=without, experts=experts.value,
+        strict=strict,
+    )  # fmt: skip
     print(report)
     if not report.ok:
         raise typer.Exit(1)

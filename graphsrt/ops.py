@@ -394,3 +394,7 @@ take_own = _collective(
     "(Tensor x, *, int dim, str axis, int size) -> Tensor",
     lambda x, *, dim, axis, size: _resized(x, dim, 1, size),
 )
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+from graphsrt.ops_experts import moe_experts as moe_experts  # noqa: E402  (needs what is above)

@@ -540,8 +540,10 @@ def _paged_once(stage: _Stage, tokens: torch.Tensor, watch: _Watch, seed: int) -
     """The whole sequence in one step, in a fresh pool; twice more with padded rows of different contents."""
     out = _Memory(stage, [len(tokens)], seed).step(stage, [tokens], [0], watch=watch)
     padded = [_Memory(stage, [len(tokens)], seed).step(stage, [tokens], [0], pad_token=pad) for pad in (0, 1)]
+    # An expert multiplies all rows routed to it at once: pads among them may change how the others are rounded.
+    allowed = stage.tolerance if stage.program.calls(ops.moe_experts) else 0.0
     for first, second in zip(*padded):
-        if stage.result.ok and not torch.equal(first, second):
+        if stage.result.ok and not (torch.equal(first, second) or _difference(first, second)[0] <= allowed):
             _bad(stage.result, stage.program.output, f"depends on what padded rows hold (T = {len(tokens)})")
     if stage.result.ok:
         _compare_logits(stage, padded[0], out[0], f"T = {len(tokens)} and {_PAD_ROWS} padded rows")

@@ -243,7 +243,7 @@ def test_looking_at_stages() -> None:
         ({"backend": "tensorrt"}, "backend"),
         ({"dtype": "int8"}, "dtype"),
         ({"device": "tpu"}, "device|tpu"),
-        ({"experts": "ep"}, "experts"),
+        ({"experts": "dp"}, "experts"),
         ({"page_size": 0}, "page_size"),
         ({"without": ["fuse_everything"]}, "fuse_everything"),
         ({"stop_after": "lower"}, "lower"),

@@ -1,6 +1,6 @@
 """Cuts the final program into regions that Inductor compiles, and the steps between them.
 
-Attention operators and collectives run as they are; the operators between two of them form a region, at most one for
+Attention, experts and collectives run as they are; the operators between two of them form a region, at most one for
 each gap, in the program's order. A region's text holds its operators with values and weights renamed to formals, so
 layers that compute the same have the same region, are compiled once and differ only in the weights they pass.
 ``layer_id`` never gets into a region, because attention is outside.
@@ -25,7 +25,7 @@ from graphsrt import ops
 from graphsrt.errors import CompileError, explain
 from graphsrt.program import Program, is_mutating, target_from_name, target_name, where
 
-ATTENTION = {ops.attention, ops.radix_attention, ops.kv_write}
+WITH_KERNELS = {ops.attention, ops.radix_attention, ops.kv_write, ops.moe_experts}
 """Operators that run a kernel of their own and are never part of a region."""
 
 MAY_COPY = {"aten::to", "aten::reshape", "aten::reshape_as", "aten::contiguous", "aten::flatten", "aten::type_as"}
@@ -122,7 +122,7 @@ class RegionStep:
 
 @dataclass
 class OperatorStep:
-    """An operator that runs as it is: attention, a collective, or a view between regions."""
+    """An operator that runs as it is: attention, experts, a collective, or a view between regions."""
 
     node: fx.Node
 
@@ -160,8 +160,8 @@ def referring(value: Any, refs: Mapping[fx.Node, Ref]) -> Any:
 
 
 def is_cut(node: fx.Node) -> bool:
-    """True for operators that never enter a region: attention, collectives, whatever else writes memory."""
-    return node.target in ATTENTION or node.target in ops.COLLECTIVES or is_mutating(node.target)
+    """True for operators that never enter a region: attention, experts, collectives, whatever else writes memory."""
+    return node.target in WITH_KERNELS or node.target in ops.COLLECTIVES or is_mutating(node.target)
 
 
 def is_view(node: fx.Node) -> bool:

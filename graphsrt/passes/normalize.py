@@ -93,7 +93,8 @@ class _Rewriter:
             return (items[index] if isinstance(items, list) else self._emit(target, items, index)), batch
         arguments = self._arguments(node)
         x: Any
-        x, batch = arguments.get("self", arguments.get("input", (None, None)))
+        first = arguments.get("self", arguments.get("input"))
+        x, batch = first if isinstance(first, tuple) else (None, None)  # a number in torch.where, say
         if target in _SAME:
             if target is aten.dropout.default and arguments["train"] and arguments["p"]:
                 return self._unknown(node)

@@ -7,7 +7,8 @@ Each linear asks that its input be sharded; the demand walks back through the op
 linears before it, which become column-parallel, and this one row-parallel. A refusal that names the layout it would
 accept is tried again with it, so head sizes and groups are found, never configured. A demand that reaches a norm over
 the whole width has reached the residual stream and is refused. Then the logits ask the same of the vocabulary, and the
-embedding is divided by vocabulary rows.
+embedding is divided by vocabulary rows. Experts are divided by their width (``experts="tp"``), or whole
+(``experts="ep"``); routers stay whole, since all ranks must agree where a token goes.
 
 A row-parallel bias is kept by one rank. Pads copy real units; the rows of the weight that contracts them are zero.
 
@@ -21,13 +22,15 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from graphsrt import ops
 from graphsrt.passes.demand import Part, Refusal, Requirement, demand
-from graphsrt.placement import Layout, Partial, Placement, R, Shard
+from graphsrt.passes.demand_experts import computed_weight, divide_experts, only_routes
+from graphsrt.placement import Layout, Partial, R, Shard
 from graphsrt.program import NearMiss, Program, Weight, arguments, aten
 from graphsrt.recipes import OnOwner, ShardOf, ShardStart
 
@@ -43,29 +46,36 @@ class _Trial:
     weights: dict[tuple[fx.Node, fx.Node], Shard] = field(default_factory=dict)  # (user, weight) -> its shard
 
 
-def shard_tensor_parallel(program: Program, *, axis: str = "tp", near_misses: list[NearMiss] | None = None) -> int:
-    """Shard every linear and embedding that can be; the count is of those. See the module's docstring."""
+def shard_tensor_parallel(
+    program: Program, *, axis: str = "tp", experts: str = "tp", near_misses: list[NearMiss] | None = None
+) -> int:
+    """Shard every linear, embedding and experts operator that can be; the count is of those. See the top of the file.
+
+    ``experts``: "tp" divides each expert, "ep" gives each rank whole experts.
+    """
     ranks = program.mesh.get(axis, 1)
     if ranks == 1 or any("placement" in node.meta for node in program.nodes):
         return 0
-    return _Sharder(program, axis, ranks, near_misses if near_misses is not None else []).run()
+    return _Sharder(program, axis, ranks, experts, near_misses if near_misses is not None else []).run()
 
 
 def _divisible(program: Program) -> int:
-    """Linears and embeddings over checkpoint matrices, where there is more than one rank."""
+    """Linears, embeddings and experts over checkpoint matrices, where there is more than one rank."""
     if program.mesh.get("tp", 1) == 1 or any("placement" in node.meta for node in program.nodes):
         return 0
-    return len(program.calls(aten.linear.default, aten.embedding.default))
+    linears = [node for node in program.calls(aten.linear.default) if not only_routes(program, node)]
+    return len(linears) + len(program.calls(aten.embedding.default, ops.moe_experts))
 
 
 shard_tensor_parallel.expect = _divisible  # type: ignore[attr-defined]
 
 
 class _Sharder:
-    def __init__(self, program: Program, axis: str, ranks: int, near_misses: list[NearMiss]):
+    def __init__(self, program: Program, axis: str, ranks: int, experts: str, near_misses: list[NearMiss]):
         self.program = program
         self.axis = axis
         self.ranks = ranks
+        self.experts = experts
         self.near_misses = near_misses
         self.order = {node: index for index, node in enumerate(program.graph.nodes)}
         self.shards: dict[fx.Node, Shard] = {}
@@ -81,13 +91,15 @@ class _Sharder:
             self._try_row(node)
         logits = self._try_logits()
         embeddings = [node for node in self.program.calls(aten.embedding.default) if self._vocab_parallel(node)]
-        self._apply(logits, embeddings)
+        mixtures = [node for node in self.program.calls(ops.moe_experts) if self._dividable(node)]
+        routers = {node for node in linears if only_routes(self.program, node)}
+        self._apply(logits, embeddings, mixtures)
         for node in linears:
-            if node not in self.columns and node not in self.rows:
+            if node not in self.columns and node not in self.rows and node not in routers:
                 self.near_misses.append(
                     NearMiss(node.name, node.meta.get("module", ""), self.refused.get(node, "not asked for"))
                 )
-        return len(self.columns) + len(self.rows) + len(embeddings)
+        return len(self.columns) + len(self.rows) + len(embeddings) + len(mixtures)
 
     # -- choosing ------------------------------------------------------------------------------------------------
 
@@ -217,19 +229,30 @@ class _Sharder:
         weight = self.program.weight_of(args["weight"])
         return weight is not None and isinstance(args["indices"], fx.Node) and args["indices"].op == "placeholder"
 
+    def _dividable(self, experts: fx.Node) -> bool:
+        computed = computed_weight(self.program, experts)
+        if computed is not None:
+            reason = f"its weight {computed} is computed"
+            self.near_misses.append(NearMiss(experts.name, experts.meta.get("module", ""), reason))
+        return computed is None
+
     # -- applying ------------------------------------------------------------------------------------------------
 
-    def _apply(self, logits: Layout | None, embeddings: list[fx.Node]) -> None:
+    def _apply(self, logits: Layout | None, embeddings: list[fx.Node], mixtures: list[fx.Node]) -> None:
         program = self.program
-        partial = set(self.rows)
+        partial = set(self.rows) | set(mixtures)
         for node in program.nodes:
             self._localize(node)
-        self._divide_weights(embeddings)
+        self._divide_weights(embeddings, mixtures)
+        if self.experts == "ep":
+            for node in mixtures:
+                self._first_expert(node)
         partial |= {self._vocab_embedding(embedding) for embedding in embeddings}
         for node in program.graph.nodes:
-            if node.op == "call_function":
-                node.meta.pop("val", None)
-            place: Placement = Partial() if node in partial else self.shards.get(node, R)
+            val = node.meta.pop("val", None) if node.op == "call_function" else None
+            place: Any = Partial() if node in partial else self.shards.get(node, R)
+            if isinstance(val, (tuple, list)):
+                place = (R,) * len(val)  # what routes tokens: top-k values and indices
             if node.op == "get_attr":
                 place = program.weights[str(node.target)].placement or R
                 program.weights[str(node.target)].placement = place
@@ -242,7 +265,7 @@ class _Sharder:
         program.remove_dead()
         program.infer()
 
-    def _divide_weights(self, embeddings: list[fx.Node]) -> None:
+    def _divide_weights(self, embeddings: list[fx.Node], mixtures: list[fx.Node]) -> None:
         """Give every weight the shard that its users ask for; users that ask for different ones get one each."""
         claims: dict[fx.Node, dict[fx.Node, Weight]] = {}
 
@@ -270,6 +293,9 @@ class _Sharder:
         for embedding in embeddings:
             table = arguments(embedding)["weight"]
             claim(embedding, table, 0, Layout.blocks(int(table.meta["val"].shape[0]), self.ranks))
+        for experts in mixtures:
+            for node, own in divide_experts(self.program, experts, self.ranks, self.experts).items():
+                claims.setdefault(node, {})[experts] = own
         for node, wanted in claims.items():
             name = str(node.target)
             agreed = next(iter(wanted.values()))
@@ -303,19 +329,28 @@ class _Sharder:
         """Replace the look-up by one in this rank's rows, whose number comes from a weight that differs by rank."""
         args = arguments(embedding)
         table = args["weight"]
-        place = self.program.weights[str(table.target)].placement
-        assert isinstance(place, Shard)
-        start_name = f"{table.target}.start"
-        if start_name not in self.program.weights:
-            one_each = Shard(0, Layout.blocks(self.ranks, self.ranks))
-            self.program.add_weight(start_name, Weight((1,), torch.int64, ShardStart(place.layout), one_each))
-        start = self.program.weight_node(start_name)
+        start = self._start_of(table)
         new = self.program.call(
             ops.vocab_embedding, args["indices"], table, start, name="embedding", before=embedding, like=embedding
         )
         new.meta["made_by"] = (*new.meta["made_by"], "shard_tensor_parallel")
         self.program.replace(embedding, new)
         return new
+
+    def _start_of(self, table: fx.Node) -> fx.Node:
+        """A weight that is each rank's first row of ``table``."""
+        place = self.program.weights[str(table.target)].placement
+        assert isinstance(place, Shard)
+        name = f"{table.target}.start"
+        if name not in self.program.weights:
+            one_each = Shard(0, Layout.blocks(self.ranks, self.ranks))
+            self.program.add_weight(name, Weight((1,), torch.int64, ShardStart(place.layout), one_each))
+        return self.program.weight_node(name)
+
+    def _first_expert(self, experts: fx.Node) -> None:
+        """Tell an experts operator which experts this rank has."""
+        start = self._start_of(arguments(experts)["down"])
+        experts.kwargs = {**experts.kwargs, "first_expert": start}
 
     def _complete(self, node: fx.Node) -> None:
         """Sum a partial value over the ranks, once, for all of its users."""
