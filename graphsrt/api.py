@@ -19,7 +19,8 @@ from graphsrt.compiled import CompiledModel, Traced
 from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
-from graphsrt.models.checkpoint import SafetensorsCheckpoint, StateDictCheckpoint, write_safetensors_memfd
+from graphsrt.models.checkpoint import SafetensorsCheckpoint, StateDictCheckpoint
+from graphsrt.models.memory_file import write_safetensors_memfd
 from graphsrt.models.source import ModelSource, resolve
 from graphsrt.passes import PIPELINE, page_attention, shard_tensor_parallel
 from graphsrt.passes.plugins import with_installed

@@ -17,6 +17,7 @@ from graphsrt.program import Program
 from graphsrt.runtime.background import BackgroundSteps
 from graphsrt.runtime.engine import Engine
 from graphsrt.runtime.executor import GroupExecutor
+from graphsrt.runtime.load_plan import LoadReport
 from graphsrt.runtime.metrics import Metrics
 from graphsrt.runtime.prompts import Prompt, Timeouts
 from graphsrt.runtime.results import Generation, StreamEvent
@@ -160,6 +161,12 @@ class CompiledModel(Traced):
         lists = [s.tolist() if isinstance(s, torch.Tensor) else [int(t) for t in s] for s in sequences]
         results = self._serve(lambda: engine.logits(lists))
         return results[0] if single else results
+
+    @property
+    def load_reports(self) -> list[LoadReport]:
+        """By rank: bytes read from files by it and by its machine, bytes that it keeps, and seconds."""
+        self._require_engine()
+        return list(self._executor.load_reports)
 
     def close(self) -> None:
         """End rank processes and free memory. May be called again."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -143,6 +144,30 @@ class ProcessCollectives:
             body.copy_(torch.from_numpy(buffer.copy()))
         dist.broadcast(body, global_src, group=group)
         return body.numpy()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """What each rank gives, by rank; must pickle. For set-up: it is slow."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._host())
+        return values
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here, asleep."""
+        if self.size > 1:
+            dist.barrier(group=self._host())
+
+    def subgroup(self, ranks: Sequence[int]) -> ProcessCollectives:
+        """Collectives over some of the ranks, for host memory. Called by just these, with the same ``ranks``."""
+        if len(ranks) == self.size:
+            return self
+        if len(ranks) == 1:
+            return ProcessCollectives(None)
+        members = dist.get_process_group_ranks(self._host())
+        return ProcessCollectives(
+            dist.new_group([members[r] for r in ranks], backend="gloo", use_local_synchronization=True)
+        )
 
     def _host(self) -> ProcessGroup:
         """The group for host memory. All ranks get here together, so that it can be made when first wanted."""

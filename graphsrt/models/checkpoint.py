@@ -1,26 +1,25 @@
 """Checkpoints: tensors by name, read in slices.
 
 A rank reads only the bytes that it keeps, so everything here is about names and slices; nothing returns "the state
-dict". Files are opened read-only and mapped, so several rank processes may read the same one, also through a path such
-as ``/proc/self/fd/7``. What is wrong with a file is a ``CheckpointError`` that names the file.
+dict". Files are opened read-only, so several rank processes may read the same one, also through a path such as
+``/proc/self/fd/7``. What is wrong with a file is a ``CheckpointError`` that names the file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import os
 import pickle
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from graphsrt.errors import CheckpointError, explain
+from graphsrt.models.safetensors_file import SafetensorsFile, StoredTensor
 
 Slices = tuple[slice, ...]
 
@@ -28,28 +27,9 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # Metadata key under which `write_safetensors_memfd` records the names that share one stored tensor.
-_ALIASES = "graphsrt.aliases"
-
-_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+ALIASES = "graphsrt.aliases"
+# Of a tensor of which only columns are wanted, this much at a time is read to cut them out.
+_PIECE_BYTES = 16 << 20
 
 
 def bounds(slices: Slices | None, shape: Sequence[int]) -> list[tuple[int, int]]:
@@ -70,7 +50,7 @@ def bounds(slices: Slices | None, shape: Sequence[int]) -> list[tuple[int, int]]
 
 
 class Checkpoint(ABC):
-    """Named tensors that can be read in slices. ``bytes_read`` counts the bytes of what ``read`` has returned.
+    """Named tensors that can be read in slices. ``bytes_read`` counts the bytes that ``read`` has taken.
 
     A context manager; ``close`` may be called twice. What ``read`` returns stays valid after ``close``.
     """
@@ -104,7 +84,7 @@ class Checkpoint(ABC):
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """A tensor, or the block of it that ``slices`` (one per leading dim, step 1) names, in its stored dtype.
 
-        The result may be a view of mapped or shared memory: copy it before writing to it.
+        The result may be a view of memory that others use: copy it before writing to it.
         """
         tensor = self._read(name, slices)
         self.bytes_read += tensor.numel() * tensor.element_size()
@@ -112,6 +92,14 @@ class Checkpoint(ABC):
 
     def __contains__(self, name: object) -> bool:
         return name in self.names()
+
+    def bottom(self) -> Checkpoint:
+        """The checkpoint that holds the bytes, below all views."""
+        return self
+
+    def over(self, bottom: Checkpoint) -> Checkpoint:
+        """The same view over another ``bottom`` with the same tensors."""
+        return bottom
 
     def close(self) -> None:  # noqa: B027 - most checkpoints hold no files
         """Release files."""
@@ -126,126 +114,127 @@ class Checkpoint(ABC):
 class SafetensorsCheckpoint(Checkpoint):
     """One safetensors file, a folder (``model.safetensors`` or an index with shards), or a list of files.
 
-    All headers are checked when it is made; the data of a file is mapped at its first read.
+    All headers are checked when it is made. ``digests``: what another process saw of each file, which must be the same
+    here. ``bytes_read`` counts what was read from the files, headers included.
     """
 
-    def __init__(self, where_: str | os.PathLike | Sequence[str | os.PathLike]):
+    def __init__(
+        self, where_: str | os.PathLike | Sequence[str | os.PathLike], *, digests: Sequence[str] | None = None
+    ):
         super().__init__()
         promised: dict[str, list[str]] = {}
         if isinstance(where_, str | os.PathLike):
             self.root = os.fspath(where_)
             if os.path.isdir(self.root):
-                files, promised = _folder_files(Path(self.root))
+                names, promised = _folder_files(Path(self.root))
             elif str(self.root).endswith(".index.json"):
-                files, promised = _index_files(Path(self.root))
+                names, promised = _index_files(Path(self.root))
             else:
-                files = [str(self.root)]
+                names = [str(self.root)]
         else:
-            files = [os.fspath(file) for file in where_]
-            self.root = os.path.dirname(files[0]) if files else ""
-        if not files:
+            names = [os.fspath(file) for file in where_]
+            self.root = os.path.dirname(names[0]) if names else ""
+        if not names:
             raise CheckpointError("a checkpoint needs at least one file, and got none")
-        self.files = files
-        self._open: dict[str, Any] = {}
-        self._file: dict[str, str] = {}  # name → file
-        self._stored: dict[str, str] = {}  # name → name inside the file (differs for aliases)
-        self._shape: dict[str, tuple[int, ...]] = {}
-        self._dtype: dict[str, torch.dtype] = {}
-        for file in files:
-            self._read_header(file, promised.get(file))
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(file, framework="pt", device="cpu")
-            except FileNotFoundError as error:
-                raise CheckpointError(explain(f"no such checkpoint file: {file}")) from error
-            except (SafetensorError, OSError) as error:
+        self._holders: dict[str, SafetensorsFile] = {}
+        self._stored: dict[str, StoredTensor] = {}
+        self.files = [SafetensorsFile(name) for name in names]
+        for number, file in enumerate(self.files):
+            self.bytes_read += file.header_bytes
+            if digests is not None and file.digest != digests[number]:
                 raise CheckpointError(
-                    explain(
-                        f"{file} is not a sound safetensors file",
-                        got=str(error),
-                        hint="the file is truncated or damaged: fetch or write it again",
-                    )
-                ) from error
-        return self._open[file]
+                    explain("a checkpoint file is not the one that the model was compiled from", where=file.path,
+                            hint="it was written again since, or this machine has another copy: make them the same")
+                )  # fmt: skip
+            self._add(file, promised.get(file.path))
 
-    def _read_header(self, file: str, promised: list[str] | None) -> None:
-        # Opened and let go again: a folder of hundreds of shards must not keep hundreds of maps on every rank.
-        already_open = file in self._open
-        handle = self._handle(file)
-        stored = list(handle.keys())
-        absent = sorted(set(promised or ()) - set(stored))
+    def _add(self, file: SafetensorsFile, promised: list[str] | None) -> None:
+        absent = sorted(set(promised or ()) - set(file.tensors))
         if absent:
             raise CheckpointError(
                 explain(
                     "the index names tensors that the shard does not hold",
-                    where=file,
+                    where=file.path,
                     expected=", ".join(absent[:20]) + (f" … {len(absent)} in all" if len(absent) > 20 else ""),
                     hint="index and shards are of different checkpoints: fetch or write both again",
                 )
             )
         try:
-            aliases = json.loads((handle.metadata() or {}).get(_ALIASES, "{}"))
-        except ValueError as error:
-            raise CheckpointError(explain(f"the alias table of {file} is not JSON", got=str(error))) from error
-        for name, kept in [*((name, name) for name in stored), *aliases.items()]:
-            if name in self._file:
+            aliases = dict(json.loads(file.metadata.get(ALIASES, "{}")))
+            stored = file.tensors | {name: file.tensors[kept] for name, kept in aliases.items()}
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(explain(f"the alias table of {file.path} is damaged", got=str(error))) from error
+        for name in [*file.tensors, *aliases]:
+            if name in self._holders:
                 raise CheckpointError(
                     explain(
                         f"tensor {name} is stored twice",
-                        where=f"{self._file[name]} and {file}",
+                        where=f"{self._holders[name].path} and {file.path}",
                         expected="every tensor once",
                     )
                 )
-            part = handle.get_slice(kept)
-            if part.get_dtype() not in _DTYPES:
-                raise CheckpointError(
-                    explain(f"tensor {name} has a dtype that torch does not know", where=file, got=part.get_dtype())
-                )
-            self._file[name], self._stored[name] = file, kept
-            self._shape[name], self._dtype[name] = tuple(part.get_shape()), _DTYPES[part.get_dtype()]
-        if not already_open:
-            del self._open[file]
+            self._holders[name], self._stored[name] = file, stored[name]
 
     def names(self) -> list[str]:
-        return list(self._file)
+        return list(self._holders)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file
+        return name in self._holders
 
-    def _known(self, name: str) -> str:
-        if name not in self._file:
-            raise CheckpointError(explain(f"no tensor named {name}", where=self.root or ", ".join(self.files)))
-        return name
+    def stored(self, name: str) -> tuple[SafetensorsFile, StoredTensor]:
+        """The file that holds a tensor, and where in it. ``CheckpointError`` if there is none of that name."""
+        if name not in self._holders:
+            where = self.root or ", ".join(file.path for file in self.files)
+            raise CheckpointError(explain(f"no tensor named {name}", where=where))
+        return self._holders[name], self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shape[self._known(name)]
+        return self.stored(name)[1].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._dtype[self._known(name)]
+        return self.stored(name)[1].dtype
 
     def where(self, name: str) -> str:
-        return self._file[self._known(name)]
+        return self.stored(name)[0].path
+
+    @property
+    def digest(self) -> str:
+        """One hash of all files' headers and sizes: equal where the same checkpoint is seen."""
+        return hashlib.sha256("\n".join(file.digest for file in self.files).encode()).hexdigest()
+
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        return self._read(name, slices)  # which counts by itself: columns cost more than they are
 
     def _read(self, name: str, slices: Slices | None) -> torch.Tensor:
-        file = self.where(name)
-        limits = bounds(slices, self._shape[name])
-        handle = self._handle(file)
-        try:
-            if all(limit == (0, size) for limit, size in zip(limits, self._shape[name])):
-                return handle.get_tensor(self._stored[name])
-            if any(start == stop for start, stop in limits):
-                return torch.empty([stop - start for start, stop in limits], dtype=self._dtype[name])
-            return handle.get_slice(self._stored[name])[tuple(slice(start, stop) for start, stop in limits)]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(explain(f"tensor {name} cannot be read", where=file, got=str(error))) from error
+        file, stored = self.stored(name)
+        limits = bounds(slices, stored.shape)
+        out = torch.empty([stop - start for start, stop in limits], dtype=stored.dtype)
+        if not out.numel():
+            return out
+        first, last = limits[0] if limits else (0, 1)
+        if all(limit == (0, size) for limit, size in zip(limits[1:], stored.shape[1:])):
+            self.bytes_read += file.read_into(stored.start + first * stored.row_bytes, as_bytes(out))
+            return out
+        step = max(1, _PIECE_BYTES // stored.row_bytes)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            rows = torch.empty((stop - start, *stored.shape[1:]), dtype=stored.dtype)
+            self.bytes_read += file.read_into(stored.start + start * stored.row_bytes, as_bytes(rows))
+            out[start - first : stop - first] = rows[(slice(None), *(slice(*limit) for limit in limits[1:]))]
+        return out
 
     def spec(self) -> dict[str, Any]:
-        return {"kind": "safetensors", "files": list(self.files)}
+        digests = [file.digest for file in self.files]
+        return {"kind": "safetensors", "files": [file.path for file in self.files], "digests": digests}
 
     def close(self) -> None:
-        self._open.clear()
+        for file in self.files:
+            file.close()
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor in host memory."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 class StateDictCheckpoint(Checkpoint):
@@ -409,7 +398,7 @@ def open_checkpoint(path: str | os.PathLike, *, allow_pickle: bool = False) -> C
 def open_spec(spec: Mapping[str, Any]) -> Checkpoint:
     """Open what ``Checkpoint.spec()`` described, in this or another process."""
     if spec["kind"] == "safetensors":
-        return SafetensorsCheckpoint(spec["files"])
+        return SafetensorsCheckpoint(spec["files"], digests=spec["digests"])
     if spec["kind"] == "pickle":
         return PickleCheckpoint(spec["files"])
     if spec["kind"] == "converted":
@@ -417,67 +406,3 @@ def open_spec(spec: Mapping[str, Any]) -> Checkpoint:
 
         return ConvertedCheckpoint(open_spec(spec["inner"]), spec["tensors"])
     raise ValueError(f"unknown kind of checkpoint: {spec['kind']}")
-
-
-def write_safetensors_memfd(state_dict: Mapping[str, torch.Tensor]) -> int:
-    """Write tensors once, as a safetensors file that lies in memory, and return its file descriptor.
-
-    N rank processes then read slices of this one copy, through ``/proc/<pid>/fd/<fd>`` or an inherited descriptor and
-    ``/proc/self/fd/<fd>``. Tensors are written one after the other: beside the file, no more than one tensor is copied.
-    Tensors that are the same memory are stored once, the other names go to an alias table in the file's metadata.
-    Without ``memfd_create`` (not Linux) the file is an unlinked temporary one. The caller closes the descriptor.
-    """
-    kept: dict[tuple, str] = {}
-    aliases: dict[str, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in StateDictCheckpoint(state_dict)._tensors.items():
-        memory = (
-            tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape),
-            tensor.stride(), tensor.dtype,
-        )  # fmt: skip
-        if memory in kept:
-            aliases[name] = kept[memory]
-        else:
-            kept[memory], tensors[name] = name, tensor
-        if tensor.dtype not in _DTYPE_NAMES:
-            raise CheckpointError(explain(f"tensor {name} has a dtype that safetensors cannot hold: {tensor.dtype}"))
-    # Wide dtypes first: every tensor then starts at a multiple of its element size, as mapped views need.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", _ALIASES: json.dumps(aliases)}}
-    offset = 0
-    for name in order:
-        tensor = tensors[name]
-        size_bytes = math.prod(tensor.shape) * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + size_bytes],
-        }
-        offset += size_bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("graphsrt-weights")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    try:
-        _write_all(fd, memoryview(len(text).to_bytes(8, "little") + text))
-        for name in order:
-            flat = tensors[name].cpu().contiguous().reshape(-1)
-            if flat.numel():
-                _write_all(fd, flat.view(torch.uint8).numpy().data)
-    except OSError as error:
-        os.close(fd)
-        raise CheckpointError(explain("the weights cannot be shared between ranks", got=str(error))) from error
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    # One write() takes 2 GiB at most, and may take less.
-    while data:
-        data = data[os.write(fd, data[: 1 << 30]) :]

@@ -118,6 +118,12 @@ class ConvertedCheckpoint(Checkpoint):
     def spec(self) -> dict[str, Any]:
         return {"kind": "converted", "inner": self.inner.spec(), "tensors": self.tensors}
 
+    def bottom(self) -> Checkpoint:
+        return self.inner.bottom()
+
+    def over(self, bottom: Checkpoint) -> Checkpoint:
+        return ConvertedCheckpoint(self.inner.over(bottom), self.tensors)
+
     def close(self) -> None:
         self.inner.close()
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from graphsrt.errors import RankError, explain
+from graphsrt.runtime.load_plan import LoadReport
 from graphsrt.runtime.rank_processes import RankProcesses
 from graphsrt.runtime.results import StepResult
 from graphsrt.runtime.wire import Kind, StepReply, decode_reply
@@ -36,6 +37,8 @@ class _Executor:
     """What the three have in common: the view of the engine, which speaks in batches."""
 
     is_driver = True
+    load_reports: list[LoadReport]
+    """What loading took, by rank; empty where runners do not say."""
 
     def step_buffer(self, buffer: np.ndarray) -> StepReply:
         raise NotImplementedError
@@ -65,6 +68,7 @@ class LocalExecutor(_Executor):
 
     def __init__(self, runner: Runner):
         self._runner: Runner | None = runner
+        self.load_reports = _reports([getattr(runner, "load_report", None)])
 
     def step_buffer(self, buffer: np.ndarray) -> StepReply:
         if self._runner is None:
@@ -127,10 +131,11 @@ class WorkersExecutor(_Executor):
         # Also at interpreter exit, and when the executor is forgotten.
         self._finalizer = weakref.finalize(self, self._ranks.close)
         try:
-            self._ranks.wait_ready(start_timeout, progress)
+            told = self._ranks.wait_ready(start_timeout, progress)
         except BaseException:
             self._ranks.kill()
             raise
+        self.load_reports = [LoadReport.from_json(about) for about in told if about]
 
     @property
     def pids(self) -> list[int]:
@@ -181,6 +186,7 @@ class GroupExecutor(_Executor):
         self._runner: Runner | None = runner
         self._broken: str | None = None
         self.is_driver = collectives.rank == 0
+        self.load_reports = _reports(collectives.gather_objects(getattr(runner, "load_report", None)))
 
     def run(self, serve: Callable[[], T]) -> T:
         if not self.is_driver:
@@ -271,6 +277,10 @@ class GroupExecutor(_Executor):
             lost = RankError(explain(f"rank {reason[0]} failed", got=reason[1]), rank=reason[0])
         self._broken = str(lost)
         return lost
+
+
+def _reports(given: Sequence[LoadReport | None]) -> list[LoadReport]:
+    return [report for report in given if report is not None]
 
 
 def _as_words(buffer: np.ndarray) -> np.ndarray:

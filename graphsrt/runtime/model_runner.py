@@ -19,6 +19,7 @@ from graphsrt.models.checkpoint import open_spec
 from graphsrt.printer import print_program
 from graphsrt.program import Program
 from graphsrt.runtime.forward_batch import ForwardBatch
+from graphsrt.runtime.load_plan import LoadReport
 from graphsrt.runtime.sampler import sample
 from graphsrt.runtime.weights import load_weights
 from graphsrt.runtime.wire import StepReply
@@ -59,6 +60,8 @@ def text_hash(program: Program) -> str:
 
 class ModelRunner:
     """Owns one rank's KV pool and ``req_to_token`` table. ``execute`` maps a step's inputs to logits ``[R, V]``."""
+
+    load_report: LoadReport | None = None
 
     def __init__(
         self,
@@ -150,11 +153,13 @@ def rank_runner(
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ModelRunner:
     """A runner with its own rank's weights, which are read here."""
-    weights = load_weights(program, rank, checkpoint, device=device, progress=progress)
+    weights, report = load_weights(program, rank, checkpoint, device=device, progress=progress, collectives=collectives)
     executable = Executable(program, weights, backend=backend, collectives=collectives)  # type: ignore[arg-type]
-    return ModelRunner(
+    runner = ModelRunner(
         program, executable, sizes, rank=rank, device=device, collectives_s=lambda: executable.collectives_s
     )
+    runner.load_report = report
+    return runner
 
 
 def simulated_runner(program: Program, checkpoint: Any, sizes: EngineSizes) -> ModelRunner:

@@ -170,7 +170,11 @@ class RankProcesses:
     def pids(self) -> list[int]:
         return [rank.process.pid for rank in self._ranks]
 
-    def wait_ready(self, timeout: float, progress: Callable[[int, int, int, str], None] | None) -> None:
+    def wait_ready(
+        self, timeout: float, progress: Callable[[int, int, int, str], None] | None
+    ) -> list[dict[str, Any] | None]:
+        """Wait for all; returns what each says of its loading."""
+        reports: list[dict[str, Any] | None] = [None] * len(self._ranks)
         waiting = {rank.rank for rank in self._ranks}
         deadline = time.monotonic() + timeout
         while waiting:
@@ -178,11 +182,13 @@ class RankProcesses:
                 raise self._late(sorted(waiting), f"did not start: no word from any rank for {timeout:g} s")
             for rank, kind, payload in self._take_messages():
                 deadline = time.monotonic() + timeout  # a rank that makes progress may take as long as it likes
+                news = json.loads(payload.tobytes())
                 if kind == Kind.READY:
                     waiting.discard(rank)
+                    reports[rank] = news["load"]
                 elif progress is not None:
-                    news = json.loads(payload.tobytes())
                     progress(rank, news["done"], news["total"], news["label"])
+        return reports
 
     def send(self, kind: Kind, words: np.ndarray) -> None:
         """Send to every rank; ``words`` must stay as they are until ``wait_reply`` returns."""

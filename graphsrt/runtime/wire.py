@@ -32,7 +32,7 @@ class Kind(IntEnum):
     CLOSE = 4
     # rank → caller
     PROGRESS = 11  # JSON: done, total, label
-    READY = 12
+    READY = 12  # JSON: load, the runner's LoadReport or null
     REPLY = 13  # a StepReply, from rank 0 only
     ERROR = 14  # JSON: type, message, traceback, when
 

@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,7 +58,7 @@ class _Connection:
         with self._sending:
             send(self.sock, kind, parts)
 
-    def send_json(self, kind: Kind, data: dict[str, Any]) -> None:
+    def send_json(self, kind: Kind, data: Mapping[str, Any]) -> None:
         self.send(kind, [memoryview(json.dumps(data).encode())])
 
     def receive(self) -> tuple[Kind, np.ndarray]:
@@ -85,6 +86,10 @@ def main(arguments: list[str]) -> None:
     _connection = _Connection(sock)
     try:
         _serve(_connection, board_fd)
+        # Not through the interpreter's own end: it takes seconds to free what the system frees at once.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     except EOFError:
         _die()
     except BaseException as error:  # noqa: BLE001 - it is raised in the caller, with its traceback
@@ -106,7 +111,8 @@ def _serve(connection: _Connection, board_fd: int) -> None:
     collectives = _join_group(hello_data)
     runner = factory(rank, size, collectives, init)
     del init
-    connection.send(Kind.READY, [])
+    report = getattr(runner, "load_report", None)
+    connection.send_json(Kind.READY, {"load": report and asdict(report)})
     while True:
         kind, payload = connection.receive()
         if kind == Kind.CLOSE:

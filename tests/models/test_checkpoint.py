@@ -19,9 +19,9 @@ from graphsrt.models.checkpoint import (
     StateDictCheckpoint,
     open_checkpoint,
     open_spec,
-    write_safetensors_memfd,
 )
 from graphsrt.models.conversion import ConvertedCheckpoint
+from graphsrt.models.memory_file import write_safetensors_memfd
 
 
 @pytest.fixture
@@ -49,14 +49,16 @@ def test_read_slices_and_count_bytes(tmp_path, tensors):
     save_file(tensors, tmp_path / "model.safetensors")
     with SafetensorsCheckpoint(tmp_path) as checkpoint:
         assert sorted(checkpoint.names()) == sorted(tensors) and "a" in checkpoint and "z" not in checkpoint
-        assert checkpoint.bytes_read == 0
+        header_bytes = checkpoint.files[0].header_bytes
+        assert checkpoint.bytes_read == header_bytes
         for name, tensor in tensors.items():
             assert checkpoint.shape(name) == tuple(tensor.shape) and checkpoint.dtype(name) == tensor.dtype
             assert torch.equal(checkpoint.read(name), tensor)
+        assert checkpoint.bytes_read == header_bytes + sum(t.numel() * t.element_size() for t in tensors.values())
         checkpoint.bytes_read = 0
         block = checkpoint.read("b", (slice(1, 3), slice(None), slice(2, 4)))
         assert torch.equal(block, tensors["b"][1:3, :, 2:4])
-        assert checkpoint.bytes_read == 2 * 5 * 2 * 2
+        assert checkpoint.bytes_read == 2 * 5 * 7 * 2  # rows are read whole
         assert checkpoint.read("a", (slice(2, 2),)).shape == (0, 4)
         with pytest.raises(ValueError, match="step 1"):
             checkpoint.read("a", (slice(0, 6, 2),))
@@ -76,7 +78,7 @@ def test_shards(tmp_path, tensors):
     assert sorted(checkpoint.names()) == ["a", "b", "c"]
     assert torch.equal(checkpoint.read("c", (slice(3, 5),)), tensors["c"][3:5])
     assert checkpoint.where("b").endswith("model-1.safetensors")
-    assert list(checkpoint._open) == [checkpoint.where("c")]  # the other shard was never mapped for reading
+    assert [file.path for file in checkpoint.files if file._fd] == [checkpoint.where("c")]  # the other is not open
 
 
 def test_index_of_a_missing_file(tmp_path, tensors):
@@ -113,27 +115,68 @@ def with_header(header, data=b""):
     return struct.pack("<Q", len(text)) + text + data
 
 
-def entry(start, stop):
-    return {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop]}
+def entry(start, stop, **other):
+    return {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop], **other}
 
 
 @pytest.mark.parametrize(
-    "content",
+    "content, reason",
     [
-        b"",
-        b"\x01\x02",
-        struct.pack("<Q", 1 << 60) + b"{}",
-        with_header(b"not json"),
-        with_header({"a": entry(0, 16)}, b"\0" * 12),  # truncated
-        with_header({"a": entry(0, 16), "b": entry(8, 24)}, b"\0" * 24),  # overlapping
-        with_header({"a": {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]}}, b"\0" * 16),
+        (b"", "0 bytes, and not even a header length"),
+        (b"\x01\x02", "2 bytes, and not even a header length"),
+        (struct.pack("<Q", 1 << 60) + b"{}", "a header of 1152921504606846976 bytes"),
+        (struct.pack("<Q", 100) + b"{}", "a header of 100 bytes in a file of 10"),
+        (with_header(b"not json"), "not JSON"),
+        (with_header(b"\xff\xfe"), "not JSON"),
+        (with_header(b"[" * 100_000), "not JSON"),
+        (with_header([1]), "no JSON object"),
+        (with_header({"a": 3}), "tensor a without dtype"),
+        (with_header({"__metadata__": {"a": 3}}), "__metadata__"),
+        (with_header({"a": entry(0, 16, shape=[-4])}, b"\0" * 16), r"tensor a with shape \[-4\]"),
+        (with_header({"a": entry(0, 16, shape=[True, 4])}, b"\0" * 16), "tensor a with shape"),
+        (with_header({"a": entry(16, 0)}, b"\0" * 16), "tensor a with shape"),
+        (with_header({"a": entry(0, 16, data_offsets=[0, 16.0])}, b"\0" * 16), "tensor a with shape"),
+        (with_header({"a": entry(0, 16), "b": entry(16, 32)}, b"\0" * 28), "tensor b up to byte 32 of 28"),
+        (with_header({"a": entry(0, 16), "b": entry(8, 24)}, b"\0" * 24), "tensor b from byte 8, but tensor a .* 16"),
+        (with_header({"a": entry(0, 16), "b": entry(0, 16)}, b"\0" * 16), "tensor b from byte 0, but tensor a .* 16"),
+        (with_header({"a": entry(0, 16), "b": entry(20, 24)}, b"\0" * 24), "4 bytes between tensor a and tensor b"),
+        (with_header({"a": entry(0, 16)}, b"\0" * 20), "4 bytes after tensor a"),
+        (with_header({"a": entry(0, 16, shape=[5])}, b"\0" * 16), "tensor a, F32 .*, in 16 bytes: .* take 20"),
+        (with_header({"a": entry(0, 16, dtype="BF16")}, b"\0" * 16), "tensor a, BF16 .*, in 16 bytes: .* take 8"),
+        (
+            with_header(b'{"a": %s, "a": %s}' % ((json.dumps(entry(0, 16)).encode(),) * 2), b"\0" * 16),
+            "the name a twice",
+        ),
     ],
-)
-def test_damaged_file(tmp_path, content):
+)  # fmt: skip
+def test_damaged_file(tmp_path, content, reason):
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a sound safetensors file"):
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors is not a sound safetensors file(?s:.*){reason}"):
         open_checkpoint(tmp_path)
+
+
+def test_unknown_dtype(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(with_header({"a": entry(0, 16, dtype="F4")}, b"\0" * 16))
+    with pytest.raises(CheckpointError, match=r"tensor a has a dtype that torch does not know(?s:.*)model.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_file_that_changes_after_its_header(tmp_path, tensors):
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    checkpoint, spec = open_checkpoint(file), open_checkpoint(file).spec()
+    save_file({**tensors, "a": torch.zeros(6, 8)}, file)
+    with pytest.raises(CheckpointError, match="changed since its header was read"):
+        checkpoint.read("a")
+    with pytest.raises(CheckpointError, match=r"is not the one that the model was compiled from(?s:.*)model.safet"):
+        open_spec(json.loads(json.dumps(spec)))
+    # Cut short while it is open: no zeros, no bus error.
+    checkpoint = open_checkpoint(file)
+    checkpoint.read("scalar")
+    os.truncate(file, 100)
+    with pytest.raises(CheckpointError, match="ended at byte"):
+        checkpoint.read("b")
 
 
 def test_truncated_file(tmp_path, tensors):
