@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode, Ints, Pref
 from graphsrt.runtime.kv_ledger import Moved
 from graphsrt.runtime.kv_pool import ReqToTokenPool
 from graphsrt.runtime.request import Request
+from graphsrt.runtime.row_features import row_features
 from graphsrt.runtime.sampling_params import SamplingParams, uniform_at
 
 
@@ -40,15 +41,18 @@ class ScheduledStep:
 class BatchBuilder:
     """Keeps what does not change between the steps of a request in arrays by row, so that a step gathers it at once."""
 
-    def __init__(self, req_to_token: ReqToTokenPool):
+    def __init__(self, req_to_token: ReqToTokenPool, eos_token_ids: Collection[int] = ()):
         self._table = req_to_token.table
+        self._eos_token_ids = eos_token_ids
         rows = req_to_token.max_requests
         self._seed = np.zeros(rows, dtype=np.uint64)
         self._sampling: dict[str, Any] = {
             "temperature": np.zeros(rows, dtype=np.float64),
             "top_p": np.zeros(rows, dtype=np.float64),
             "top_k": np.zeros(rows, dtype=np.int64),
+            "min_p": np.zeros(rows, dtype=np.float64),
         }
+        self._has_features = np.zeros(rows, dtype=np.bool_)
 
     def set_row(self, request: Request) -> None:
         """Take in a request that was given its row."""
@@ -56,6 +60,7 @@ class BatchBuilder:
         params = request.params or _FOR_LOGITS
         for name, column in self._sampling.items():
             column[request.row] = getattr(params, name)
+        self._has_features[request.row] = params.has_row_features
 
     def build(self, entries: list[Entry], num_decoding: int, moved: list[Moved]) -> ForwardBatch:
         """The batch of these entries, of which the first ``num_decoding`` decode; their logit rows are filled in.
@@ -71,20 +76,30 @@ class BatchBuilder:
         sequence = np.repeat(np.arange(len(entries)), extend)  # of each row
         positions = np.arange(len(sequence)) + np.repeat(before - (after_last - extend), extend)
 
-        # A sequence's logit rows are its last ones: of its last token, of each draft as well, or of all.
+        # A sequence's logit rows are its last ones: of its last token, of each draft as well, or from some token on.
         num_rows = (before + extend >= known).astype(np.int64)
         is_draft_step = after_last[num_decoding - 1] > num_decoding if num_decoding else False
         if is_draft_step:
             num_rows[:num_decoding] = extend[:num_decoding]
         wants_all = False
         for i in range(num_decoding, len(entries)):
-            if requests[i].wants_logits:
-                num_rows[i], wants_all = extend[i], True
+            request = requests[i]
+            wants_all = wants_all or request.wants_logits
+            skippable = request.num_skippable_tokens
+            if skippable < request.num_tokens - 1:
+                num_rows[i] = min(before[i] + extend[i] - skippable, extend[i])
         first_row = np.cumsum(num_rows) - num_rows
         owner = np.repeat(np.arange(len(entries)), num_rows)  # the sequence of each logit row
         place = np.arange(len(owner)) - first_row[owner]  # among the logit rows of its sequence
-        num_output = known - np.array([request.num_prompt_tokens for request in requests], dtype=np.int64)
+        num_prompt = np.array([request.num_prompt_tokens for request in requests], dtype=np.int64)
         row_of = rows[owner]
+        logit_rows = (after_last - num_rows)[owner] + place
+        position = positions[logit_rows]
+        sampling = {name: column[row_of] for name, column in self._sampling.items()}
+        if self._has_features[rows].any():
+            drafts = [entry.drafts for entry in entries]
+            sampling |= row_features(requests, drafts, owner, position, self._eos_token_ids)
+            sampling["temperature"][position < known[owner] - 1] = 0  # nobody looks at these tokens
         for entry, first, count in zip(entries, first_row.tolist(), num_rows.tolist()):
             entry.first_logit_row, entry.num_logit_rows = first, count
 
@@ -102,15 +117,15 @@ class BatchBuilder:
             seq_lens=before + extend,
             extend_seq_lens=extend,
             out_cache_loc=self._table[rows[sequence], positions].astype(np.int64),
-            logit_rows=(after_last - num_rows)[owner] + place,
-            uniform=uniform_at(self._seed[row_of], num_output[owner] + place),
+            logit_rows=logit_rows,
+            uniform=uniform_at(self._seed[row_of], np.maximum(position + 1 - num_prompt[owner], 0)),
             return_logits=wants_all,
             prefix_updates=[
                 PrefixUpdate(row, start, self._table[row, start:stop].astype(np.int64))
                 for request, row, start, stop in moved
                 if request.row == row  # or it has left since
             ],
-            **{name: column[row_of] for name, column in self._sampling.items()},
+            **sampling,
         )
 
 

@@ -221,6 +221,7 @@ class Engine:
             given = prompt
         ids = check_ids(given, self.vocab_size, index)
         self.scheduler.check_fits(len(ids), params.max_new_tokens)
+        params.check_vocabulary(self.vocab_size, self.eos_token_ids)
         request = Request(ids, params, seed=secrets.randbits(64) if params.seed is None else params.seed)
         if self.tokenizer is not None:
             request.detokenizer = Detokenizer(self.tokenizer, params.stop)
@@ -287,13 +288,15 @@ class Engine:
                 self._detokenize(request)
                 text = request.detokenizer.take()
             token_ids = request.output_ids[request.num_taken :]
+            wanted = request.params is not None and request.params.logprobs is not None
+            logprobs = request.logprobs[request.num_taken :] if wanted else None
             if request.done:
                 request.num_taken = None
-                return StreamEvent(text, token_ids, request.finish_reason)
+                return StreamEvent(text, token_ids, request.finish_reason, logprobs)
             if not text and (request.detokenizer is not None or not token_ids):
                 return None
             request.num_taken += len(token_ids)
-            return StreamEvent(text, token_ids)
+            return StreamEvent(text, token_ids, None, logprobs)
 
     def result(self, request: Request) -> Generation:
         """The whole of a request that is done. Raises the error that it failed with."""
@@ -307,7 +310,17 @@ class Engine:
             text = request.detokenizer.text
         assert request.finish_reason is not None
         prompt = request.tokens[: request.num_prompt_tokens].tolist()
-        return Generation(text, request.output_ids, prompt, request.finish_reason, request.num_preemptions)
+        params = request.params
+        assert params is not None
+        return Generation(
+            text,
+            request.output_ids,
+            prompt,
+            request.finish_reason,
+            request.num_preemptions,
+            logprobs=list(request.logprobs) if params.logprobs is not None else None,
+            prompt_logprobs=list(request.prompt_logprobs) if params.prompt_logprobs is not None else None,
+        )
 
     def abandon(self, requests: list[Request]) -> None:
         """Cancel these after an interruption that may have come at any time; all others are computed again."""
@@ -342,7 +355,7 @@ class Engine:
                 assert result.logits is not None, "the executor gave no logits"
                 rows = slice(entry.first_logit_row, entry.first_logit_row + entry.num_logit_rows)
                 entry.request.logits_chunks.append(result.logits[rows])
-        advanced = self.scheduler.complete(step, result.token_ids)
+        advanced = self.scheduler.complete(step, result.token_ids, result.logprobs)
         for request in advanced:
             if request.params is not None and request.params.stop:
                 self._detokenize(request)

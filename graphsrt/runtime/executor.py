@@ -46,7 +46,7 @@ class _Executor:
     def step(self, batch: ForwardBatch) -> StepResult:
         """Run one batch on all ranks."""
         reply = self.step_buffer(batch.encode())
-        return StepResult(reply.token_ids.tolist(), reply.logits, reply.compute_s, reply.collectives_s)
+        return StepResult(reply.token_ids.tolist(), reply.logits, reply.logprobs, reply.compute_s, reply.collectives_s)
 
     def run(self, serve: Callable[[], T]) -> T:
         """The result of ``serve``, on every rank that calls this; only the driver calls ``serve``, to make steps."""

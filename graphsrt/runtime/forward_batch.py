@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +13,19 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 # Recognises a buffer and its layout; the last digits are the version of the layout.
-_MAGIC = 0x6772_6170_6801
-_HEADER = 12
+_MAGIC = 0x6772_6170_6802
+_HEADER = 14
 
 _PER_TOKEN = ("tokens", "positions", "out_cache_loc")
 _PER_SEQUENCE = ("req_pool_indices", "seq_lens", "extend_seq_lens")
-_PER_LOGIT_ROW = ("logit_rows", "top_k", "temperature", "top_p", "uniform")
-_FLOATS = frozenset({"temperature", "top_p", "uniform"})
+_PER_LOGIT_ROW = ("logit_rows", "top_k", "temperature", "top_p", "min_p", "uniform")
+_PER_EDIT = ("edit_rows", "edit_tokens", "edit_bias", "edit_scale", "edit_shift")
+_PER_LOGPROB = ("logprob_rows", "logprob_targets", "logprob_top")
+_GROUPS = (_PER_TOKEN, _PER_SEQUENCE, _PER_LOGIT_ROW, _PER_EDIT, _PER_LOGPROB)
+_FLOATS = frozenset({"temperature", "top_p", "min_p", "uniform", "edit_bias", "edit_scale", "edit_shift"})
+
+_NO_INTS: Ints = np.empty(0, dtype=np.int64)
+_NO_FLOATS: Floats = np.empty(0, dtype=np.float64)
 
 
 class ForwardMode(IntEnum):
@@ -56,8 +63,12 @@ class ForwardBatch:
     extend_seq_lens[B]: this step's tokens; the sum is ``num_token_non_padded``.
     out_cache_loc[T]: KV slot that each token is written to; -1 is a padded row, never written.
     logit_rows[R]: rows in [0, T), ascending: the last token of each sequence that decodes or ends its prompt, or all.
-    temperature[R], top_p[R], uniform[R] float64, top_k[R] int64: sampling of each of these rows; ``uniform`` is in
-        [0, 1).
+    temperature[R], top_p[R], min_p[R], uniform[R] float64, top_k[R] int64: sampling of each of these rows; ``uniform``
+        is in [0, 1).
+    edit_rows[M], edit_tokens[M] int64, edit_bias[M], edit_scale[M], edit_shift[M] float64: single logits that change
+        before sampling, as ``logit_edits`` says; the row counts within R. No (row, token) is there twice.
+    logprob_rows[L]: places in R whose log-probabilities are wanted, ascending; logprob_targets[L]: of this token, or of
+        the one that is sampled where it is -1; logprob_top[L]: and of this many most probable tokens.
     num_token_non_padded: real rows; they come first, padded rows after them. Filled with T when left at -1.
     save_kv_cache: whether this step writes KV. return_logits: whether the caller wants logits beside the tokens.
     key_value_num_tokens: sum of ``seq_lens``: KV tokens that attention reads. Filled in when left at -1.
@@ -75,7 +86,16 @@ class ForwardBatch:
     temperature: Floats
     top_p: Floats
     top_k: Ints
+    min_p: Floats
     uniform: Floats
+    edit_rows: Ints = field(default_factory=lambda: _NO_INTS)
+    edit_tokens: Ints = field(default_factory=lambda: _NO_INTS)
+    edit_bias: Floats = field(default_factory=lambda: _NO_FLOATS)
+    edit_scale: Floats = field(default_factory=lambda: _NO_FLOATS)
+    edit_shift: Floats = field(default_factory=lambda: _NO_FLOATS)
+    logprob_rows: Ints = field(default_factory=lambda: _NO_INTS)
+    logprob_targets: Ints = field(default_factory=lambda: _NO_INTS)
+    logprob_top: Ints = field(default_factory=lambda: _NO_INTS)
     num_token_non_padded: int = -1
     save_kv_cache: bool = True
     return_logits: bool = False
@@ -84,10 +104,10 @@ class ForwardBatch:
 
     def __post_init__(self) -> None:
         self.forward_mode = ForwardMode(self.forward_mode)
-        for name in (*_PER_TOKEN, *_PER_SEQUENCE, *_PER_LOGIT_ROW):
-            dtype = np.float64 if name in _FLOATS else np.int64
-            setattr(self, name, np.ascontiguousarray(getattr(self, name), dtype=dtype))
-        for names in (_PER_TOKEN, _PER_SEQUENCE, _PER_LOGIT_ROW):
+        for names in _GROUPS:
+            for name in names:
+                dtype = np.float64 if name in _FLOATS else np.int64
+                setattr(self, name, np.ascontiguousarray(getattr(self, name), dtype=dtype))
             shapes = {name: getattr(self, name).shape for name in names}
             assert len(set(shapes.values())) == 1 and len(shapes[names[0]]) == 1, f"lengths differ: {shapes}"
         if self.num_token_non_padded < 0:
@@ -149,9 +169,7 @@ class ForwardBatch:
                 _MAGIC,
                 0,  # the whole length, filled in below
                 self.forward_mode,
-                self.num_tokens,
-                self.batch_size,
-                len(self.logit_rows),
+                *(len(getattr(self, names[0])) for names in _GROUPS),
                 self.num_token_non_padded,
                 self.save_kv_cache,
                 self.return_logits,
@@ -163,8 +181,7 @@ class ForwardBatch:
         )
         assert len(header) == _HEADER
         parts = [header]
-        parts += [getattr(self, name) for name in (*_PER_TOKEN, *_PER_SEQUENCE)]
-        parts += [getattr(self, name).view(np.int64) for name in _PER_LOGIT_ROW]
+        parts += [getattr(self, name).view(np.int64) for names in _GROUPS for name in names]
         if prefix:
             parts.append(np.array([(u.req, u.start, len(u.slots)) for u in prefix], dtype=np.int64).reshape(-1))
             parts += [update.slots for update in prefix]
@@ -181,22 +198,9 @@ class ForwardBatch:
         """
         if buffer.dtype != np.int64 or buffer.ndim != 1 or len(buffer) < _HEADER or buffer[0] != _MAGIC:
             raise ValueError(f"not a ForwardBatch buffer: {buffer.dtype}{list(buffer.shape)}, begins {buffer[:2]!r}")
-        header = [int(word) for word in buffer[1:_HEADER]]
-        (
-            length,
-            mode,
-            num_tokens,
-            batch_size,
-            num_rows,
-            non_padded,
-            save_kv,
-            logits,
-            kv_tokens,
-            num_prefix,
-            num_slots,
-        ) = header
-        per_token, per_sequence, per_row = len(_PER_TOKEN), len(_PER_SEQUENCE), len(_PER_LOGIT_ROW)
-        expected = _HEADER + per_token * num_tokens + per_sequence * batch_size + per_row * num_rows
+        length, mode, *rest = (int(word) for word in buffer[1:_HEADER])
+        counts, (non_padded, save_kv, logits, kv_tokens, num_prefix, num_slots) = rest[: len(_GROUPS)], rest[-6:]
+        expected = _HEADER + sum(len(names) * count for names, count in zip(_GROUPS, counts))
         expected += 3 * num_prefix + num_slots
         if length != expected or len(buffer) < length:
             raise ValueError(f"ForwardBatch buffer of {len(buffer)} words says {length}, its counts say {expected}")
@@ -207,11 +211,11 @@ class ForwardBatch:
             at += count
             return buffer[at - count : at]
 
-        arrays = {name: read(num_tokens) for name in _PER_TOKEN}
-        arrays |= {name: read(batch_size) for name in _PER_SEQUENCE}
-        for name in _PER_LOGIT_ROW:
-            words = read(num_rows)
-            arrays[name] = words.view(np.float64) if name in _FLOATS else words  # type: ignore[assignment]
+        arrays: dict[str, Any] = {}
+        for names, count in zip(_GROUPS, counts):
+            for name in names:
+                words = read(count)
+                arrays[name] = words.view(np.float64) if name in _FLOATS else words
         spans = read(3 * num_prefix).reshape(-1, 3).tolist()
         return ForwardBatch(
             forward_mode=ForwardMode(mode),
@@ -220,7 +224,7 @@ class ForwardBatch:
             return_logits=bool(logits),
             key_value_num_tokens=kv_tokens,
             prefix_updates=[PrefixUpdate(req, start, read(count)) for req, start, count in spans],
-            **arrays,  # type: ignore[arg-type]
+            **arrays,
         )
 
     def __eq__(self, other: object) -> bool:

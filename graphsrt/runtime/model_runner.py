@@ -20,10 +20,12 @@ from graphsrt.printer import print_program
 from graphsrt.program import Program
 from graphsrt.runtime.forward_batch import ForwardBatch
 from graphsrt.runtime.load_plan import LoadReport
-from graphsrt.runtime.sampler import sample
+from graphsrt.runtime.logprobs import log_probabilities
+from graphsrt.runtime.sampler import Sampling, sample
+from graphsrt.runtime.split_logits import Columns, Gather, edit
 from graphsrt.runtime.weights import load_weights
 from graphsrt.runtime.wire import StepReply
-from graphsrt.simulate import Values, load, simulate
+from graphsrt.simulate import load, simulate
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,22 @@ def text_hash(program: Program) -> str:
 
 
 class ModelRunner:
-    """Owns one rank's KV pool and ``req_to_token`` table. ``execute`` maps a step's inputs to logits ``[R, V]``."""
+    """Owns one rank's KV pool and ``req_to_token`` table.
+
+    execute: a step's inputs → what the program returns, on this rank or, with ``pools`` of them, on all ranks: logits
+    ``[R, V]``, or each rank's columns of them, which ``gather`` puts together where that is asked for.
+    """
 
     load_report: LoadReport | None = None
 
     def __init__(
         self,
         program: Program,
-        execute: Callable[[dict[str, Any]], torch.Tensor],
+        execute: Callable[[dict[str, Any]], list[torch.Tensor]],
         sizes: EngineSizes,
         *,
         rank: int = 0,
+        gather: Gather = torch.stack,
         device: str = "cpu",
         pools: int | None = None,
         collectives_s: Callable[[], float] = lambda: 0.0,
@@ -79,6 +86,7 @@ class ModelRunner:
         self._execute = execute
         self._rank = rank
         self._device = device
+        self._columns = Columns.of(program.output, rank, gather)
         self._logits_dtype = torch.float64 if program.dtype == torch.float64 else torch.float32
         self._req_to_token = torch.zeros(sizes.max_running, sizes.context_length, dtype=torch.int32, device=device)
         declared = program.inputs["kv_pool"]
@@ -113,20 +121,32 @@ class ModelRunner:
             "req_to_token": self._req_to_token,
             "kv_pool": self._kv_pool,
         }
-        logits = self._execute(inputs)
-        if self._rank != 0:
+        local = [part[: len(batch.logit_rows)] for part in self._execute(inputs)]
+        if self._rank != 0 and not self._columns.split:
             return None
-        logits = logits[: len(batch.logit_rows)]
+        # Every rank that holds a part of the vocabulary goes through all of this, in the same order.
+        reply = self._sample(batch, local)
+        if batch.return_logits:
+            reply.logits = self._columns.whole(local).to(self._logits_dtype)
+        return reply if self._rank == 0 else None
+
+    def _sample(self, batch: ForwardBatch, local: list[torch.Tensor]) -> StepReply:
         if not len(batch.logit_rows):
-            return StepReply(
-                np.empty(0, dtype=np.int64), logits.to(self._logits_dtype) if batch.return_logits else None
-            )
-        tokens = sample(
-            logits,
-            *(torch.from_numpy(np.array(a)) for a in (batch.temperature, batch.top_k, batch.top_p, batch.uniform)),
-        )
-        reply = logits.to(self._logits_dtype) if batch.return_logits else None
-        return StepReply(tokens.cpu().numpy(), reply)
+            return StepReply(np.empty(0, dtype=np.int64))
+        logits = self._columns.cut(local)
+        edited = logits
+        if len(batch.edit_rows):
+            where = self._tensor(batch.edit_rows), self._tensor(batch.edit_tokens)
+            edited = edit(logits, *where, *map(self._floats, (batch.edit_bias, batch.edit_scale, batch.edit_shift)))
+        # On the host: what is decided by these costs no synchronisation with a device.
+        how = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
+        tokens = sample(edited, Sampling(*(torch.from_numpy(np.array(values)) for values in how)))
+        reply = StepReply(tokens.cpu().numpy())
+        if len(batch.logprob_rows):
+            rows, targets = self._tensor(batch.logprob_rows), self._tensor(batch.logprob_targets)
+            targets = torch.where(targets < 0, tokens[rows], targets)
+            reply.logprobs = log_probabilities(logits, rows, targets, int(batch.logprob_top.max()))
+        return reply
 
     def close(self) -> None:
         """Drop the pool and the program."""
@@ -136,8 +156,11 @@ class ModelRunner:
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device)
 
+    def _floats(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
 
-def _closed(_: dict[str, Any]) -> torch.Tensor:
+
+def _closed(_: dict[str, Any]) -> list[torch.Tensor]:
     raise ValueError("this runner is closed")
 
 
@@ -155,8 +178,21 @@ def rank_runner(
     """A runner with its own rank's weights, which are read here."""
     weights, report = load_weights(program, rank, checkpoint, device=device, progress=progress, collectives=collectives)
     executable = Executable(program, weights, backend=backend, collectives=collectives)  # type: ignore[arg-type]
+
+    def gather(own: list[torch.Tensor]) -> torch.Tensor:
+        start = time.perf_counter()
+        gathered = torch.stack(own) if collectives is None else collectives.all_gather(own[0][None], 0)
+        executable.collectives_s += time.perf_counter() - start
+        return gathered
+
     runner = ModelRunner(
-        program, executable, sizes, rank=rank, device=device, collectives_s=lambda: executable.collectives_s
+        program,
+        lambda inputs: [executable(inputs)],
+        sizes,
+        rank=rank,
+        gather=gather,
+        device=device,
+        collectives_s=lambda: executable.collectives_s,
     )
     runner.load_report = report
     return runner
@@ -167,9 +203,8 @@ def simulated_runner(program: Program, checkpoint: Any, sizes: EngineSizes) -> M
     weights = load(program, checkpoint)
     ranks = max(program.mesh.get("tp", 1), 1)
 
-    def execute(inputs: dict[str, Any]) -> torch.Tensor:
-        results: Values = simulate(program, inputs, weights)
-        return results[0]
+    def execute(inputs: dict[str, Any]) -> list[torch.Tensor]:
+        return simulate(program, inputs, weights)
 
     return ModelRunner(program, execute, sizes, pools=ranks)
 

@@ -25,8 +25,10 @@ from numpy.typing import NDArray
 
 from graphsrt.runtime.detokenizer import Detokenizer
 from graphsrt.runtime.drafter import Drafter
+from graphsrt.runtime.logit_edits import LogitEdits
 from graphsrt.runtime.radix_cache import Node
 from graphsrt.runtime.sampling_params import SamplingParams
+from graphsrt.runtime.token_logprobs import TokenLogprob
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
@@ -60,6 +62,8 @@ class Request:
     tokens: int64[prompt + max_new_tokens], of which ``num_tokens`` are known. num_computed: tokens whose KV is written.
     row, pages: what is held in ``ReqToTokenPool`` and ``TokenToKVPool``. The first ``num_shared_pages`` of the pages
         belong to the ``RadixCache``, where ``node`` is the end of that prefix, locked.
+    logprobs: one of each output token, where asked for. prompt_logprobs: one of each prompt token so far, where asked
+        for; none for the first. Neither is computed again after a preemption.
     drafter: proposes tokens that are likely to follow, see ``drafter.py``; ``None`` decodes token by token.
     """
 
@@ -94,6 +98,9 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.logits_chunks: list[object] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] = [None]
+        self.edits: LogitEdits | None = None  # made when a row first needs it
         self.detokenizer: Detokenizer | None = None
         self.num_detokenized = 0  # output tokens that the detokenizer has seen
         self.num_taken: int | None = 0  # output tokens handed out to a stream; None once its last event is out
@@ -120,8 +127,16 @@ class Request:
 
     @property
     def num_skippable_tokens(self) -> int:
-        """Known tokens that need not be computed if their KV is cached: not those whose logits are wanted."""
-        return 0 if self.wants_logits else self.num_tokens - 1
+        """Known tokens that need not be computed if their KV is cached: not those whose logits are wanted.
+
+        All logits of a request for logits, those that give the log-probabilities of a prompt that are still missing,
+        else the last known token's.
+        """
+        if self.params is None:
+            return 0
+        if self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens:
+            return len(self.prompt_logprobs) - 1
+        return self.num_tokens - 1
 
     @property
     def max_kv_tokens(self) -> int:
@@ -141,8 +156,10 @@ class Request:
             for tell in self.on_done:
                 tell(self)
 
-    def append(self, token: int) -> None:
-        """Add a generated token."""
+    def append(self, token: int, logprob: TokenLogprob | None = None) -> None:
+        """Add a generated token, and its log-probability where that is asked for."""
+        if logprob is not None:
+            self.logprobs.append(logprob)
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
 

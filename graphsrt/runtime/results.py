@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphsrt.runtime.request import FinishReason
+from graphsrt.runtime.token_logprobs import StepLogprobs, TokenLogprob
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives: one token per logit row, and logits [R, V] if the batch asked for them.
+    """What a step gives: one token per logit row; logits [R, V] and log-probabilities if the batch asked for them.
 
     ``logits`` may be anything that slices by rows. It must be memory that later steps do not overwrite.
     compute_s, collectives_s: seconds that rank 0 spent in the program, and in its collectives, the wait for the slowest
@@ -19,6 +20,7 @@ class StepResult:
 
     token_ids: list[int]
     logits: Any | None = None
+    logprobs: StepLogprobs | None = None
     compute_s: float = 0.0
     collectives_s: float = 0.0
 
@@ -30,7 +32,9 @@ class Generation:
     text: without the stop string or stop token; empty if the engine has no tokenizer. token_ids: all that were
     generated, the last of them being the one that ended it. finish_reason: "stop", "length", "cancelled", or
     "deadline" if its time ran out; the last two leave what there was by then. num_preemptions: times that it was put
-    back for want of KV pages and computed again.
+    back for want of KV pages and computed again. logprobs: one of each of ``token_ids``, None unless
+    ``SamplingParams.logprobs`` asked for them. prompt_logprobs: the same of the prompt; nothing comes before its first
+    token, whose place holds None.
     """
 
     text: str
@@ -38,6 +42,8 @@ class Generation:
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     num_preemptions: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -52,12 +58,14 @@ class Generation:
 class StreamEvent:
     """A piece of one continuation: its new text, the tokens since the last event, and on the last event the reason.
 
-    A piece of text may lag behind its tokens. ``str(event)`` is the text.
+    A piece of text may lag behind its tokens. ``str(event)`` is the text. logprobs: one of each of ``token_ids``, None
+    unless asked for.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] | None = None
 
     def __str__(self) -> str:
         return self.text

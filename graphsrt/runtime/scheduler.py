@@ -22,7 +22,7 @@ Which pages are whose, and how prefixes are reused: ``kv_ledger.py`` and ``radix
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from graphsrt.errors import explain
 from graphsrt.runtime.batch_builder import BatchBuilder, Entry, ScheduledStep
@@ -31,6 +31,7 @@ from graphsrt.runtime.kv_ledger import KVLedger
 from graphsrt.runtime.kv_pool import ReqToTokenPool, TokenToKVPool
 from graphsrt.runtime.radix_cache import Node
 from graphsrt.runtime.request import FinishReason, Request, RequestState
+from graphsrt.runtime.token_logprobs import StepLogprobs, TokenLogprob
 from graphsrt.runtime.waiting_line import Policy, WaitingLine
 
 
@@ -77,7 +78,7 @@ class Scheduler:
         self.line = WaitingLine(policy, max_queue, patience)
         self._active: list[Request] = []  # in order of admission
         self._num_arrived = 0
-        self._builder = BatchBuilder(req_to_token)
+        self._builder = BatchBuilder(req_to_token, self.eos_token_ids)
 
     @property
     def num_waiting(self) -> int:
@@ -171,7 +172,9 @@ class Scheduler:
             self._draft(entries[: len(decoding)], budget)
         return ScheduledStep(self._builder.build(entries, len(decoding), self.ledger.moved), entries)
 
-    def complete(self, step: ScheduledStep, token_ids: Sequence[int]) -> list[Request]:
+    def complete(
+        self, step: ScheduledStep, token_ids: Sequence[int], logprobs: StepLogprobs | None = None
+    ) -> list[Request]:
         """Take in a step's result, one token for each logit row; returns the requests that gained a token or finished.
 
         Tokens of requests that were cancelled meanwhile, and of requests for logits, are dropped.
@@ -179,6 +182,9 @@ class Scheduler:
         assert len(token_ids) == len(step.batch.logit_rows), (
             f"{len(token_ids)} tokens for {len(step.batch.logit_rows)} logit rows"
         )
+        rows, num_top = step.batch.logprob_rows, step.batch.logprob_top
+        assert logprobs is not None or not len(rows), "the executor gave no log-probabilities"
+        known = logprobs.by_row(rows, num_top) if logprobs is not None else {}
         self.ledger.moved.clear()  # the ranks know
         advanced = []
         for entry in step.entries:
@@ -187,18 +193,23 @@ class Scheduler:
                 continue
             if request.state is RequestState.RUNNING:
                 advanced.append(request)
-                self._take_in(request, entry, token_ids)
+                self._take_in(request, entry, token_ids, known)
                 continue
             request.num_computed += entry.num_tokens
             self.ledger.share(request)
-            if request.num_computed < request.num_tokens:
+            ends = request.num_computed == request.num_tokens
+            after_last = entry.first_logit_row + entry.num_logit_rows
+            if known:
+                prompt_rows = range(entry.first_logit_row, after_last - ends)
+                request.prompt_logprobs += [known[row] for row in prompt_rows if row in known]
+            if not ends:
                 continue
             advanced.append(request)
             if request.wants_logits:
                 self.finish(request, "length")
                 continue
             request.to(RequestState.RUNNING)
-            request.append(int(token_ids[entry.first_logit_row]))
+            request.append(int(token_ids[after_last - 1]), known.get(after_last - 1))
             self._end_if_due(request)
         return advanced
 
@@ -323,11 +334,13 @@ class Scheduler:
             entry.num_tokens += len(drafts)
             budget -= len(drafts)
 
-    def _take_in(self, request: Request, entry: Entry, token_ids: Sequence[int]) -> None:
+    def _take_in(
+        self, request: Request, entry: Entry, token_ids: Sequence[int], known: Mapping[int, TokenLogprob]
+    ) -> None:
         """Append what a decoding request has gained: a token, and one more for each draft that was right."""
         row = entry.first_logit_row
         request.num_computed += 1
-        request.append(int(token_ids[row]))
+        request.append(int(token_ids[row]), known.get(row))
         if not entry.drafts:
             self._end_if_due(request)
             return
@@ -337,16 +350,14 @@ class Scheduler:
                 return
             self.counters.accepted_tokens += 1
             request.num_computed += 1
-            request.append(int(token_ids[row + index]))
+            request.append(int(token_ids[row + index]), known.get(row + index))
         self._end_if_due(request)
 
     def _end_if_due(self, request: Request) -> bool:
         params = request.params
         assert params is not None
         token = int(request.tokens[request.num_tokens - 1])
-        if request.num_output_tokens >= params.min_new_tokens and (
-            token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos)
-        ):
+        if request.num_output_tokens >= params.min_new_tokens and token in params.ending(self.eos_token_ids):
             request.stopped_by_token = True
             self.finish(request, "stop")
         elif request.num_output_tokens >= params.max_new_tokens:

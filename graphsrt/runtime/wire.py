@@ -6,15 +6,18 @@ The data is flat integers, raw tensor bytes and JSON, never pickles of ours: wha
 from __future__ import annotations
 
 import json
+import math
 import signal
 import socket
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from graphsrt.runtime.token_logprobs import StepLogprobs
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +42,14 @@ class Kind(IntEnum):
 
 @dataclass
 class StepReply:
-    """What one step gives back: ``token_ids`` int64 [B], and ``logits`` where the caller asked for them.
+    """What a step gives back: ``token_ids`` int64 [R]; ``logits`` and ``logprobs`` where the caller asked for them.
 
     The times are those of ``StepResult``.
     """
 
     token_ids: np.ndarray
     logits: torch.Tensor | None = None
+    logprobs: StepLogprobs | None = None
     compute_s: float = 0.0
     collectives_s: float = 0.0
 
@@ -54,15 +58,19 @@ def encode_reply(reply: StepReply | None) -> list[memoryview]:
     """The parts of a REPLY message. The logits are not copied unless they lie on a device or are not contiguous."""
     if reply is None:
         reply = StepReply(np.empty(0, dtype=np.int64))
-    tokens = np.ascontiguousarray(reply.token_ids, dtype=np.int64).reshape(-1)
-    about: dict[str, object] = {"tokens": len(tokens), "times": [reply.compute_s, reply.collectives_s]}
+    arrays = [np.asarray(reply.token_ids, dtype=np.int64).reshape(-1)]
+    if reply.logprobs is not None:
+        arrays += [getattr(reply.logprobs, field.name) for field in fields(StepLogprobs)]
+    about: dict[str, object] = {
+        "arrays": [[array.dtype.str, array.shape] for array in arrays],
+        "times": [reply.compute_s, reply.collectives_s],
+    }
     if reply.logits is not None:
         logits = reply.logits.detach().cpu().contiguous()
         about |= {"dtype": str(logits.dtype).removeprefix("torch."), "shape": list(logits.shape)}
     text = json.dumps(about).encode()
-    head = len(text).to_bytes(8, "little") + text
-    front = head + bytes(-len(head) % ALIGNMENT_BYTES) + tokens.tobytes()
-    parts = [memoryview(front + bytes(-len(front) % ALIGNMENT_BYTES))]
+    front = b"".join(_padded(part) for part in (len(text).to_bytes(8, "little") + text, *(a.tobytes() for a in arrays)))
+    parts = [memoryview(front)]
     if reply.logits is not None and logits.numel():
         import torch
 
@@ -71,20 +79,24 @@ def encode_reply(reply: StepReply | None) -> list[memoryview]:
 
 
 def decode_reply(payload: np.ndarray) -> StepReply:
-    """The inverse of ``encode_reply``. Token ids and logits are views of ``payload`` (uint8)."""
+    """The inverse of ``encode_reply``. All arrays and the logits are views of ``payload`` (uint8)."""
     text_bytes = int.from_bytes(payload[:8].tobytes(), "little")
     about = json.loads(payload[8 : 8 + text_bytes].tobytes())
     at = _aligned(8 + text_bytes)
-    tokens = payload[at : at + 8 * about["tokens"]].view(np.int64)
-    if "dtype" not in about:
-        return StepReply(tokens, None, *about["times"])
-    import torch
+    arrays = []
+    for dtype_name, shape in about["arrays"]:
+        nbytes = math.prod(shape) * np.dtype(dtype_name).itemsize
+        arrays.append(payload[at : at + nbytes].view(dtype_name).reshape(shape))
+        at = _aligned(at + nbytes)
+    reply = StepReply(arrays[0], None, StepLogprobs(*arrays[1:]) if len(arrays) > 1 else None, *about["times"])
+    if "dtype" in about:
+        import torch
 
-    data = payload[_aligned(at + tokens.nbytes) :]
-    dtype: torch.dtype = getattr(torch, about["dtype"])
-    if not len(data):
-        return StepReply(tokens, torch.empty(about["shape"], dtype=dtype), *about["times"])
-    return StepReply(tokens, torch.from_numpy(data).view(dtype).view(about["shape"]), *about["times"])
+        dtype: torch.dtype = getattr(torch, about["dtype"])
+        data = payload[at:]
+        whole = torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
+        reply.logits = whole.view(about["shape"])
+    return reply
 
 
 def send(sock: socket.socket, kind: Kind, parts: Iterable[memoryview] = ()) -> None:
@@ -112,6 +124,10 @@ def _fill(sock: socket.socket, buffer: np.ndarray) -> None:
         if not count:
             raise EOFError("the other side closed the connection")
         view = view[count:]
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % ALIGNMENT_BYTES)
 
 
 def _aligned(offset: int) -> int:

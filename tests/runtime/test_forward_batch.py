@@ -19,6 +19,7 @@ def batches(draw: st.DrawFn) -> ForwardBatch:
     real = sum(extend)
     total = real + draw(st.integers(0, 3))
     rows = draw(st.integers(0, total))
+    edits, logprobs = draw(st.integers(0, 3)), draw(st.integers(0, 3))
 
     def ints(count: int) -> list[int]:
         return draw(st.lists(INT, min_size=count, max_size=count))
@@ -41,7 +42,16 @@ def batches(draw: st.DrawFn) -> ForwardBatch:
         temperature=np.array(floats(rows)),
         top_p=np.array(floats(rows)),
         top_k=np.array(ints(rows)),
+        min_p=np.array(floats(rows)),
         uniform=np.array(floats(rows)),
+        edit_rows=np.array(ints(edits)),
+        edit_tokens=np.array(ints(edits)),
+        edit_bias=np.array(floats(edits)),
+        edit_scale=np.array(floats(edits)),
+        edit_shift=np.array(floats(edits)),
+        logprob_rows=np.array(ints(logprobs)),
+        logprob_targets=np.array(ints(logprobs)),
+        logprob_top=np.array(ints(logprobs)),
         num_token_non_padded=real,
         save_kv_cache=draw(st.booleans()),
         return_logits=draw(st.booleans()),
@@ -81,6 +91,7 @@ def small(**changes: object) -> ForwardBatch:
         temperature=[0.0, 0.5],
         top_p=[1.0, 0.9],
         top_k=[0, 3],
+        min_p=[0.0, 0.1],
         uniform=[0.25, 0.5],
     )
     return ForwardBatch(**(fields | changes))  # type: ignore[arg-type]

@@ -9,8 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphsrt.errors import GraphsrtError
-from graphsrt.runtime.sampler import sample
+from graphsrt.runtime.sampler import Sampling
+from graphsrt.runtime.sampler import sample as sample_split
 from graphsrt.runtime.sampling_params import SamplingParams, uniform_at
+from graphsrt.runtime.split_logits import SplitLogits
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniform: torch.Tensor,
+    min_p: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Of logits in one piece."""
+    min_p = torch.zeros_like(uniform) if min_p is None else min_p
+    return sample_split(SplitLogits.of(logits), Sampling(temperature, top_k, top_p, min_p, uniform))
 
 
 def direct(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -144,6 +159,17 @@ def test_random_numbers_are_even_and_depend_on_seed_and_index_only() -> None:
         ({"stop": ""}, "stop must be a non-empty string"),
         ({"stop": ["a", 3]}, "stop must be a non-empty string"),
         ({"stop_token_ids": [-1]}, "stop_token_ids must be non-negative"),
+        ({"min_p": 1.5}, r"min_p must lie in \[0, 1\]"),
+        ({"min_p": math.nan}, r"min_p must lie in \[0, 1\]"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be finite and above 0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty must be finite and above 0"),
+        ({"presence_penalty": math.nan}, "presence_penalty must be finite"),
+        ({"frequency_penalty": "1"}, "frequency_penalty must be finite"),
+        ({"logit_bias": [3]}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias must map token ids to finite numbers, got '3': 1.0"),
+        ({"logit_bias": {3: -math.inf}}, r"got 3: -inf \(-1e9 bans a token\)"),
+        ({"logprobs": -1}, "logprobs must be None or an integer of at least 0"),
+        ({"prompt_logprobs": True}, "prompt_logprobs must be None or an integer of at least 0"),
         ({"min_new_tokens": 9, "max_new_tokens": 4}, r"min_new_tokens \(9\) is above max_new_tokens \(4\)"),
     ],
 )

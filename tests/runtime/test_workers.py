@@ -18,6 +18,7 @@ import torch
 
 from graphsrt.errors import CheckpointError, RankError
 from graphsrt.runtime.executor import LocalExecutor, WorkersExecutor
+from graphsrt.runtime.token_logprobs import StepLogprobs
 from graphsrt.runtime.wire import StepReply, decode_reply, encode_reply
 from tests.support.echo_runner import EXIT, INFO, LOGITS, RAISE, SLEEP, SPAWN, SUM
 
@@ -299,6 +300,28 @@ def test_reply_survives_the_wire(dtype, shape):
         and torch.equal(got.logits, reply.logits)
         and got.logits.dtype == dtype
     )
+
+
+@pytest.mark.parametrize("shape", [None, (0, 5), (2, 5)])
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_log_probabilities_survive_the_wire(shape, num_top):
+    numbers = np.random.default_rng(0)
+    arrays = {
+        "token_ids": numbers.integers(0, 99, 7),
+        "logprobs": numbers.normal(size=7),
+        "ranks": numbers.integers(1, 9, 7),
+        "top_ids": numbers.integers(0, 99, (7, num_top)),
+        "top_logprobs": numbers.normal(size=(7, num_top)),
+    }
+    logits = None if shape is None else torch.randn(shape)
+    reply = StepReply(np.arange(3), logits, StepLogprobs(**arrays))
+    got = decode_reply(np.frombuffer(b"".join(encode_reply(reply)), dtype=np.uint8).copy())
+    assert got.token_ids.tolist() == [0, 1, 2] and got.logprobs is not None
+    for name, array in arrays.items():
+        other = getattr(got.logprobs, name)
+        assert other.dtype == array.dtype and other.shape == array.shape and np.array_equal(other, array), name
+    assert (got.logits is None) == (logits is None)
+    assert logits is None or got.logits is None or torch.equal(got.logits, logits)
 
 
 def test_a_batch_becomes_a_result():
