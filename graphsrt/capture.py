@@ -214,7 +214,8 @@ def capture(model: Any, *, context_length: int, name: str | None = None) -> Prog
         part._attn_implementation = INTERFACE
     experts.settle(model, INTERFACE)
     fix_rope(model, context_length)
-    constants = {n: b for n, b in model.named_buffers(remove_duplicate=False) if not b.is_meta}
+    stored = set(model.state_dict(keep_vars=True))  # a buffer among them (a router's bias) is the checkpoint's
+    constants = {n: b for n, b in model.named_buffers(remove_duplicate=False) if not b.is_meta and n not in stored}
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:

@@ -21,7 +21,8 @@ import torch
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.program import Program, aten, map_arguments, target_name
+from graphsrt.program import Program, Weight, aten, map_arguments, target_name
+from graphsrt.recipes import Transpose
 
 Value = tuple[Any, int | None]
 """A new node (or list of them), and where its dropped batch dimension was; None if it never had one."""
@@ -225,8 +226,25 @@ class _Rewriter:
         if not moved:
             return x, kept
         if len(moved) == 2:
-            return self._emit(aten.transpose.int, x, *moved), kept
+            stored = self._stored_transposed(x, moved)
+            return (self._emit(aten.transpose.int, x, *moved) if stored is None else stored), kept
         return self._emit(aten.permute.default, x, rest), kept
+
+    def _stored_transposed(self, x: fx.Node, dims: list[int]) -> fx.Node | None:
+        """A weight that is only ever used with two dimensions swapped is loaded so; None for anything else."""
+        weight = self.program.weight_of(x)
+        if weight is None:
+            return None
+        (old,) = self.node.all_input_nodes
+        if any(user.target is not self.node.target or user.args[1:] != self.node.args[1:] for user in old.users):
+            return None
+        name = f"{x.target}.transposed"
+        if name not in self.program.weights:
+            shape = list(weight.shape)
+            a, b = dims
+            shape[a], shape[b] = shape[b], shape[a]
+            self.program.add_weight(name, Weight(tuple(shape), weight.dtype, Transpose(weight.recipe, a, b)))
+        return self.program.weight_node(name)
 
     def _view(self, x: fx.Node, batch: int | None, shape: list[int]) -> Value:
         if batch not in (None, 0):
@@ -313,6 +331,8 @@ class _Rewriter:
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Add a call, unless a simpler value is the same."""
         x = args[0] if args and isinstance(args[0], fx.Node) else None
+        if target is aten.view.default and x is not None and not self._viewable(x, args[1]):
+            target = aten.reshape.default  # an expanded value has no memory of its own to look at in another shape
         if target is aten.view.default and x is not None:
             shape = [s if isinstance(s, int) else -1 for s in self.program.shape(x)]
             if shape == list(args[1]):
@@ -332,6 +352,16 @@ class _Rewriter:
         new = self.program.call(target, *args, name=label, like=self.node, **kwargs)
         self.program.infer([new])
         return new
+
+    def _viewable(self, x: fx.Node, size: list[int]) -> bool:
+        value = x.meta["val"]
+        if value.is_contiguous():
+            return True
+        try:
+            self.program.shapes.result(aten.view.default, (value, size), {})
+        except (RuntimeError, ValueError):
+            return False
+        return True
 
     def _expands_nothing(self, x: fx.Node, size: list[int]) -> bool:
         shape = self.program.shape(x)

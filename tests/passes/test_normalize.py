@@ -58,6 +58,29 @@ def test_what_has_an_effect_stays() -> None:
     check(normalize, done.program, fires=0)
 
 
+def test_a_weight_that_is_only_used_transposed_is_loaded_so() -> None:
+    def block(x: Any, w: Any) -> Any:
+        return torch.bmm(x.view(-1, 2, 3).transpose(0, 1), w.transpose(1, 2))
+
+    done = check(normalize, made(block, w=(2, 5, 3)), tolerance=0)
+    assert 'transpose(ckpt("w"), 1, 2)' in str(done.program).replace("dim0=", "").replace("dim1=", "")
+    assert "w.transposed)" in done.after and done.after.count("transpose.int") == 1
+
+    def both(x: Any, w: Any) -> Any:
+        return torch.matmul(torch.matmul(x, w.transpose(0, 1)), w)
+
+    check(normalize, made(both, w=(5, 6)), fires=0)
+
+
+def test_a_value_that_is_no_view_is_reshaped() -> None:
+    """What was expanded has no memory of its own in the new shape."""
+
+    def block(x: Any) -> Any:
+        return x.view(-1, 3, 2).amax(-1)[:, :, None].expand(-1, 3, 2).contiguous().view(-1, 6)
+
+    assert "aten.reshape(" in check(normalize, made(block), tolerance=0).after
+
+
 def test_attention_of_a_model() -> None:
     """An attention of a captured model: q, k and v reach the operator as ``[T, heads, D]`` without detours."""
     done = check(normalize, captures.before("normalize", "llama", tp=1), tolerance=0, tokens=(1, 5))
