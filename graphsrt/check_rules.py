@@ -856,7 +856,7 @@ def _attention(call: Call) -> Held:
     for node in call.node.all_input_nodes:
         if isinstance(call.held[node].placement, Partial):
             raise Refused(f"{node.name} is a sum that is not complete", "R or S", str(call.held[node]))
-    known = {call.args.get(n) for n in ("q", "k", "v", "sinks", "kv_pool")}
+    known = {call.args.get(n) for n in ("q", "k", "v", "sinks", "alibi_slopes", "kv_pool")}
     for node in call.node.all_input_nodes:
         if node not in known and call.held[node] != WHOLE:
             raise Refused(f"{node.name} differs from rank to rank", "R", str(call.held[node]))
@@ -872,8 +872,9 @@ def _attention(call: Call) -> Held:
         raise Refused(
             "query heads meet KV heads of another group", f"rank {wrong[0]}: KV head {wrong[1]}", f"KV head {wrong[2]}"
         )
-    if isinstance(call.args["sinks"], fx.Node) and addresses(_heads(call, "sinks", 0)) != addresses(query):
-        raise Refused("the sinks do not follow the query heads", f"S(0) of {query}", str(call.of("sinks")))
+    for name in ("sinks", "alibi_slopes"):
+        if isinstance(call.args[name], fx.Node) and addresses(_heads(call, name, 0)) != addresses(query):
+            raise Refused(f"{name} do not follow the query heads", f"S(0) of {query}", str(call.of(name)))
     return call.of("q")
 
 

@@ -49,21 +49,26 @@ class Step:
         batch = {"T": self.tokens, "B": self.sequences, "B1": self.sequences + 1, "R": self.sequences}
         return {**batch, "num_reqs": self.sequences, "max_context": self.length}
 
-    def keys_read(self, window: int | None) -> int:
+    def keys_read(self, window: int | None, chunk: int | None = None) -> int:
         """Cached tokens of which a layer reads keys and values: those that at least one new token sees."""
-        new = self.tokens // self.sequences
-        # the oldest new token sees itself and window - 1 tokens before it
-        seen = self.length if window is None else min(self.length, new + window - 1)
-        return self.sequences * seen
+        oldest = self.length - self.tokens // self.sequences  # position of the oldest new token
+        first = 0 if window is None else max(0, oldest - window + 1)
+        if chunk is not None:
+            first = max(first, oldest // chunk * chunk)
+        return self.sequences * (self.length - first)
 
-    def pairs(self, window: int | None) -> int:
-        """(new token, token that it sees) pairs: causal, and no further back than the window."""
-        new = self.tokens // self.sequences
-        limit = self.length if window is None else window
-        first = self.length - new + 1  # how many tokens the oldest new one would see without a window
-        short = max(0, min(limit, self.length + 1) - first)  # new tokens that see fewer than the window
-        growing = short * first + short * (short - 1) // 2
-        return self.sequences * (growing + (new - short) * limit)
+    def pairs(self, window: int | None, chunk: int | None = None) -> int:
+        """(new token, token that it sees) pairs: causal, no further back than the window, inside one chunk."""
+
+        def in_one_chunk(tokens: int) -> int:
+            growing = tokens if window is None else min(tokens, window)
+            return growing * (growing + 1) // 2 + (tokens - growing) * growing
+
+        def before(position: int) -> int:
+            whole, rest = (0, position) if chunk is None else divmod(position, chunk)
+            return (whole * in_one_chunk(chunk) if chunk else 0) + in_one_chunk(rest)
+
+        return self.sequences * (before(self.length) - before(self.length - self.tokens // self.sequences))
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ def _kv_traffic(sizes: Sizes, node: fx.Node) -> tuple[int, int]:
     written = token * sizes.step.tokens if args["k"] is not None else 0
     if node.target is ops.kv_write:
         return 0, written
-    return token * sizes.step.keys_read(args["sliding_window"]), written
+    return token * sizes.step.keys_read(args["sliding_window"], args["chunk_size"]), written
 
 
 def peak_activation_bytes(sizes: Sizes) -> int:
@@ -268,7 +273,7 @@ def _attention(sizes: Sizes, node: fx.Node, args: dict[str, Any], names: tuple[s
     _, heads, size = sizes.of(args["q"])[0][0]
     value_size = sizes.of(node)[0][0][-1]
     # a multiplication and an addition × query heads × pairs × (scores: q·k, then probabilities · v)
-    return 2 * heads * sizes.step.pairs(args["sliding_window"]) * (size + value_size)
+    return 2 * heads * sizes.step.pairs(args["sliding_window"], args["chunk_size"]) * (size + value_size)
 
 
 Counter = Callable[[Sizes, fx.Node, dict[str, Any], tuple[str, str]], int]

@@ -154,10 +154,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @_define(
     "(Tensor q, Tensor k, Tensor v, *, int layer_id, float scale, int? sliding_window=None, float? softcap=None, "
-    "Tensor? sinks=None) -> Tensor",
-    lambda q, k, v, *, layer_id, scale, sliding_window=None, softcap=None, sinks=None: q.new_empty(
-        (q.shape[0], q.shape[1], v.shape[2])
-    ),
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, int? chunk_size=None) -> Tensor",
+    lambda q, k, v, **_: q.new_empty((q.shape[0], q.shape[1], v.shape[2])),
     traced=False,
 )
 def attention(
@@ -170,11 +168,15 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    chunk_size: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of one sequence, ``q [T, H, D]``, ``k``/``v [T, K, D]`` -> ``[T, H, D]``; softmax in float32+.
 
     ``sliding_window``: a token sees itself and the ``sliding_window - 1`` tokens before it. ``softcap``: scores become
     ``softcap·tanh(score / softcap)``. ``sinks [H]``: one more score per head that takes probability and has no value.
+    ``alibi_slopes [H]``: ``slope · (key position - query position)`` joins a score after any cap (ALiBi, Press et al.
+    2022). ``chunk_size``: a token sees only what is in its own chunk of positions ``[n·chunk_size, (n+1)·chunk_size)``.
     """
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -187,6 +189,10 @@ def attention(
     hidden = index[None, :] > index[:, None]
     if sliding_window is not None:
         hidden = hidden | (index[None, :] <= index[:, None] - sliding_window)
+    if chunk_size is not None:
+        hidden = hidden | (index[None, :] // chunk_size != index[:, None] // chunk_size)
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.to(wide)[:, None, None] * (index[None, :] - index[:, None])
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         extra = sinks.to(wide)[:, None, None].expand(heads, tokens, 1)
@@ -199,10 +205,9 @@ def attention(
 @_define(
     "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pool, Tensor req_to_token, Tensor req_pool_indices, "
     "Tensor seq_lens, Tensor query_start_loc, Tensor out_cache_loc, *, int layer_id, float scale, "
-    "int? sliding_window=None, float? softcap=None, Tensor? sinks=None) -> Tensor",
-    lambda q, k, v, kv_pool, *batch, layer_id, scale, sliding_window=None, softcap=None, sinks=None: q.new_empty(
-        q.shape
-    ),
+    "int? sliding_window=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, "
+    "int? chunk_size=None) -> Tensor",
+    lambda q, k, v, kv_pool, *batch, **_: q.new_empty(q.shape),
     traced=False,
 )
 def radix_attention(
@@ -221,6 +226,8 @@ def radix_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    chunk_size: int | None = None,
 ) -> torch.Tensor:
     """Write ``k``, ``v`` into the paged pool, then attend every new token to its own sequence's cached keys.
 
@@ -231,6 +238,7 @@ def radix_attention(
     return kernel(
         q, k, v, kv_pool, req_to_token, req_pool_indices, seq_lens, query_start_loc, out_cache_loc,
         layer_id=layer_id, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+        alibi_slopes=alibi_slopes, chunk_size=chunk_size,
     )  # fmt: skip
 
 

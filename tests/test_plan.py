@@ -149,14 +149,16 @@ def test_flops_of_llama(tp: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 6, 7, 50])
-@pytest.mark.parametrize("new, length", [(1, 1), (6, 6), (1, 6), (4, 6)])
-def test_pairs_and_keys_are_those_of_the_mask(window: int | None, new: int, length: int) -> None:
+@pytest.mark.parametrize("chunk", [None, 1, 3, 6, 50])
+@pytest.mark.parametrize("new, length", [(1, 1), (6, 6), (1, 6), (4, 6), (5, 13)])
+def test_pairs_and_keys_are_those_of_the_mask(window: int | None, chunk: int | None, new: int, length: int) -> None:
     queries = torch.arange(length - new, length)[:, None]
     keys = torch.arange(length)[None, :]
     visible = (keys <= queries) & (keys > queries - (window or length))
+    visible &= keys // (chunk or length) == queries // (chunk or length)
     step = Step("any", 2 * new, 2, length)
-    assert step.pairs(window) == 2 * int(visible.sum())
-    assert step.keys_read(window) == 2 * int(visible.any(0).sum())
+    assert step.pairs(window, chunk) == 2 * int(visible.sum())
+    assert step.keys_read(window, chunk) == 2 * int(visible.any(0).sum())
 
 
 def test_a_window_reads_and_computes_less() -> None:

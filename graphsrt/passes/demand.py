@@ -191,6 +191,5 @@ def _attention(program: Program, node: fx.Node, shard: Shard, ranks: int) -> Dem
         (args["k"], Shard(1, wanted.kv)),
         (args["v"], Shard(1, wanted.kv)),
     ]
-    if args["sinks"] is not None:
-        demands.append((args["sinks"], Shard(0, wanted.query)))
-    return demands
+    per_head = [args[name] for name in ("sinks", "alibi_slopes") if args[name] is not None]
+    return [*demands, *((node, Shard(0, wanted.query)) for node in per_head)]

@@ -62,9 +62,7 @@ def page_attention(
             pool.meta["placement"] = Shard(3, place.layout)
     for node in nodes:
         args = arguments(node)
-        keywords = {
-            k: args[k] for k in ("layer_id", "scale", "sliding_window", "softcap", "sinks") if args[k] is not None
-        }
+        keywords = {name: value for name, value in args.items() if name not in ("q", "k", "v") and value is not None}
         paged = program.call(
             ops.radix_attention, args["q"], args["k"], args["v"], pool, *batch,
             name=f"{node.name}.paged", before=node, like=node, **keywords,

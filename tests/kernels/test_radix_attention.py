@@ -49,10 +49,11 @@ def make_case(
     pool_dtype: torch.dtype | None = None,
     padding: int = 0,
     window: int | None = None,
+    chunk: int | None = None,
     seed: int = 0,
 ) -> Case:
     """``seqs``: (length with the new tokens, new tokens) of each. Slots are a random permutation; q, k, v are slices of
-    one fused tensor. With a window, slots that no new token can see hold NaN too."""
+    one fused tensor. With a window or chunks, slots that no new token can see hold NaN too."""
     g = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads, head_size = heads
     pool_dtype = pool_dtype or dtype
@@ -73,6 +74,8 @@ def make_case(
         seen = mine[: length - extend]
         if window is not None:
             seen = seen[max(0, length - extend - window + 1) :]
+        if chunk is not None:
+            seen = seen[(length - extend) // chunk * chunk :]
         cached = torch.randn((2, len(seen), num_kv_heads, head_size), generator=g, dtype=torch.float64)
         pool[LAYER][:, seen] = cached.to(pool_dtype)
         locations.append(mine[length - extend :])
@@ -126,6 +129,31 @@ def test_mixed_steps(heads, dtype):
 def test_sliding_window(window, heads):
     seqs = [(70, 1), (9, 9), (133, 61), (1, 1), (700, 1), (650, 3), (400, 130)]
     check(make_case(seqs, heads, padding=2, window=window), sliding_window=window)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64, 100, 1000])
+@pytest.mark.parametrize("heads", [(6, 3, 16), (4, 4, 64), (22, 2, 24)], ids=str)
+def test_chunks(chunk, heads):
+    seqs = [(70, 1), (9, 9), (133, 61), (1, 1), (700, 1), (650, 3), (400, 130), (2 * chunk, 1), (2 * chunk + 1, 1)]
+    out = check(make_case(seqs, heads, padding=2, chunk=chunk), chunk_size=chunk)
+    first_of_a_chunk = out[-3]  # sees itself only
+    case = make_case(seqs, heads, padding=2, chunk=chunk)
+    own = case.v[-3].repeat_interleave(heads[0] // heads[1], 0)
+    torch.testing.assert_close(first_of_a_chunk, own, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_alibi(heads, dtype):
+    """Slopes from steep to none, of both signs; relative to the query, so a long context costs no precision."""
+    slopes = torch.linspace(0.3, -0.02, heads[0], dtype=torch.float64)
+    slopes[1] = 0.0
+    case = make_case([*MIXED, (1500, 1)], heads, dtype=dtype, padding=3)
+    plain, biased = check(case), check(case, alibi_slopes=slopes.float())
+    assert (plain - biased)[:, 0].abs().max() > 0.3
+    assert (plain - biased)[:, 1].abs().max() <= TOLERANCE[dtype]
+    check(case, alibi_slopes=slopes.to(dtype), softcap=0.7, sliding_window=40)
+    check(case, alibi_slopes=slopes.to(dtype), chunk_size=40)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -335,6 +363,8 @@ WRONG = {
     "location": (lambda c: {"out_cache_loc": replace_at(c.out_cache_loc, 3, 10**6)}, r"out_cache_loc\[3\] is 1000000"),
     "location -2": (lambda c: {"out_cache_loc": replace_at(c.out_cache_loc, 3, -2)}, r"out_cache_loc\[3\] is -2"),
     "sinks": (lambda c: {"sinks": torch.zeros(5)}, r"contiguous \[6\]"),
+    "slopes": (lambda c: {"alibi_slopes": torch.zeros(6).long()}, r"contiguous \[6\]"),
+    "chunk": (lambda c: {"chunk_size": 0}, "at least 1"),
     "layer": (lambda c: {"layer_id": 3}, "expected 0 to 2"),
     "window": (lambda c: {"sliding_window": 0}, "at least 1"),
     "softcap": (lambda c: {"softcap": 0.0}, "positive"),

@@ -35,6 +35,8 @@ def radix_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    chunk_size: int | None = None,
     causal: bool = True,
 ) -> Tensor:
     """Causal attention of the new tokens to all that is cached of their sequences -> out ``[T, H, D]``, q's dtype.
@@ -48,7 +50,9 @@ def radix_attention(
 
     The i-th of n new tokens sits at ``p = seq_len - n + i`` and sees tokens ``max(0, p - sliding_window + 1) .. p``
     (no window: ``0 .. p``), with weights ``softmax(c(scale * q.k))``, where ``c(x) = softcap * tanh(x / softcap)`` if
-    given. ``sinks`` ``[H]`` are logits that join the denominator only. Query head h reads KV head ``h // (H / K)``.
+    given. ``sinks`` ``[H]`` are logits that join the denominator only. ``alibi_slopes`` ``[H]``: token j's logit is
+    raised by ``slope * (j - p)``, after the cap. ``chunk_size``: of these tokens only those with
+    ``j // chunk_size == p // chunk_size`` are seen. Query head h reads KV head ``h // (H / K)``.
     Padding rows (from ``query_start_loc[B]`` on) are neither read nor written; they come out as zeros.
 
     q, k, v may be slices of one fused tensor (last stride 1). float64, float32, bfloat16 and float16, pool and q of
@@ -73,5 +77,7 @@ def radix_attention(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        chunk_size=chunk_size,
         causal=causal,
     )

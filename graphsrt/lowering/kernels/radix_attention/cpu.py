@@ -44,6 +44,8 @@ def radix_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    chunk_size: int | None = None,
     causal: bool = True,
 ) -> Tensor:
     """As ``radix_attention`` of this package, for CPU tensors. Raises ``ValueError``."""
@@ -69,16 +71,12 @@ def radix_attention(
     _check_indices(op, "seq_lens", seq_lens, num_seqs)
     _check_indices(op, "req_pool_indices", req_pool_indices, num_seqs)
     _check_indices(op, "query_start_loc", query_start_loc, num_seqs + 1)
-    if sinks is None:
-        sinks_address = sinks_code = 0
-    else:
-        if sinks.shape != (num_heads,) or sinks.dtype not in _DTYPE_CODES or not sinks.is_contiguous():
-            raise _wrong(op, "sinks", f"a contiguous [{num_heads}] tensor of " + _dtype_names(), sinks)
-        sinks_address, sinks_code = sinks.data_ptr(), _DTYPE_CODES[sinks.dtype]
     if not causal:
         raise ValueError(f"{op} is causal only")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"{op}: sliding_window is {sliding_window}, expected at least 1, or None")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size is {chunk_size}, expected at least 1, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{op}: softcap is {softcap}, expected a positive number, or None")
     out = torch.empty((num_tokens, num_heads, head_size), dtype=q.dtype)
@@ -97,10 +95,11 @@ def radix_attention(
         req_pool_indices.data_ptr(),
         seq_lens.data_ptr(),
         query_start_loc.data_ptr(),
-        sinks_address,
-        sinks_code,
+        *_per_head(op, "sinks", sinks, num_heads),
+        *_per_head(op, "alibi_slopes", alibi_slopes, num_heads),
         out.data_ptr(),
         sliding_window or 0,
+        chunk_size or 0,
         float(scale),
         float(softcap or 0.0),
     )
@@ -140,6 +139,15 @@ def _write_args(
         *(v.data_ptr(), v_strides[0], v_strides[1]),
         _DTYPE_CODES[k.dtype],
     )
+
+
+def _per_head(op: str, name: str, x: Tensor | None, num_heads: int) -> tuple[int, int]:
+    """Address and dtype code of one number per query head; 0, 0 for None."""
+    if x is None:
+        return 0, 0
+    if x.shape != (num_heads,) or x.dtype not in _DTYPE_CODES or not x.is_contiguous() or not x.is_cpu:
+        raise _wrong(op, name, f"a contiguous [{num_heads}] CPU tensor of " + _dtype_names(), x)
+    return x.data_ptr(), _DTYPE_CODES[x.dtype]
 
 
 def _check_indices(op: str, name: str, x: Tensor, length: int) -> None:

@@ -67,11 +67,20 @@ struct Args {
   const int64_t* out_cache_loc;           // [T]
   const void* sinks;                      // [H] or null
   int64_t sinks_dtype;
+  const void* slopes;                     // ALiBi, [H] or null
+  int64_t slopes_dtype;
   void* out;                              // [T, H, D], contiguous, q_dtype
   int64_t T, H, K, D, B, S;
-  int64_t window;                         // 0: none
+  int64_t window, chunk;                  // 0: none
   double scale, softcap;                  // softcap 0: none
 };
+
+// The first KV index that the token at `position` sees.
+inline int64_t first_visible(const Args& x, int64_t position) {
+  int64_t first = x.window ? std::max<int64_t>(0, position + 1 - x.window) : 0;
+  if (x.chunk) first = std::max(first, position / x.chunk * x.chunk);
+  return first;
+}
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -379,9 +388,7 @@ struct Attention {
 
   int64_t extend_len(int64_t b) const { return x.query_start_loc[b + 1] - x.query_start_loc[b]; }
   int64_t last_key(int64_t b, int64_t i) const { return x.seq_lens[b] - extend_len(b) + i + 1; }  // exclusive
-  int64_t first_key(int64_t b, int64_t i) const {
-    return x.window ? std::max<int64_t>(0, last_key(b, i) - x.window) : 0;
-  }
+  int64_t first_key(int64_t b, int64_t i) const { return first_visible(x, last_key(b, i) - 1); }
 
   void plan() {
     const int64_t threads = at::get_num_threads();
@@ -485,7 +492,8 @@ struct Attention {
           for (; M - m >= 2; m += 2) dot_rows<A, T, 2>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
           if (m < M) dot_rows<A, T, 1>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
         }
-        for (int64_t m = 0; m < M; ++m) softmax_step(w, m, c0, c1);
+        const int64_t shift = j0 - last_key(it.b, it.q0) + 1;
+        for (int64_t m = 0; m < M; ++m) softmax_step(w, m, (it.h0 + h) * G + m, shift, c0, c1);
         for (int64_t c = c0; c < c1; c += VALUES) {
           for (int64_t i = std::max(c - c0, n0); i < std::min(c - c0 + VALUES, n1); ++i) prefetch_row(next_rows[i], D);
           weigh_direct(w, M, v_rows + c, c, std::min(VALUES, c1 - c));
@@ -518,7 +526,8 @@ struct Attention {
       product(M, BLOCK, w.q, Dp, w.kt, D, w.s, BLOCK, D);
       const bool whole = first_key(it.b, it.q0 + it.qn - 1) <= j0 + c0 && last_key(it.b, it.q0) >= j0 + c1;
       if (whole) {
-        for (int64_t m = 0; m < M; ++m) softmax_step(w, m, c0, c1);
+        for (int64_t m = 0; m < M; ++m)
+          softmax_step(w, m, h * G + m % G, j0 - last_key(it.b, it.q0 + m / G) + 1, c0, c1);
         product(M, Dp, w.s + c0, BLOCK, w.vt + c0 * PW, BLOCK, w.o, Dp, c1 - c0);
         continue;
       }
@@ -527,7 +536,8 @@ struct Attention {
         const int64_t a = std::max(c0, first_key(it.b, it.q0 + i) - j0);
         const int64_t z = std::min(c1, last_key(it.b, it.q0 + i) - j0);
         if (a >= z) continue;
-        for (int64_t m = i * G; m < (i + 1) * G; ++m) softmax_step(w, m, a, z);
+        const int64_t shift = j0 - last_key(it.b, it.q0 + i) + 1;
+        for (int64_t m = i * G; m < (i + 1) * G; ++m) softmax_step(w, m, h * G + m % G, shift, a, z);
         product(G, Dp, w.s + i * G * BLOCK + a, BLOCK, w.vt + a * PW, BLOCK, w.o + i * G * Dp, Dp, z - a);
       }
     }
@@ -562,12 +572,24 @@ struct Attention {
     });
   }
 
+  // One number of a query head, of a tensor [H].
+  static A per_head(const void* values, int64_t dtype, int64_t head) {
+    A out{};
+    with_dtype(dtype, [&](auto tag) { out = static_cast<A>(static_cast<const decltype(tag)*>(values)[head]); });
+    return out;
+  }
+
   // Logits of one row in columns c0..c1 become weights (0 elsewhere); m, l and o move to the new maximum.
-  void softmax_step(const Scratch<A>& w, int64_t row, int64_t c0, int64_t c1) const {
+  // Column c holds the key `shift + c` positions after the row's query (never a later one, so at most 0).
+  void softmax_step(const Scratch<A>& w, int64_t row, int64_t head, int64_t shift, int64_t c0, int64_t c1) const {
     A* s = w.s + row * BLOCK;
     if (x.softcap > 0) {
       const Vec cap(static_cast<A>(x.softcap)), inverse(static_cast<A>(1 / x.softcap));
       for (int64_t c = c0 / VL * VL; c < c1; c += VL) (cap * (Vec::loadu(s + c) * inverse).tanh()).store(s + c);
+    }
+    if (x.slopes) {
+      const A slope = per_head(x.slopes, x.slopes_dtype, head);
+      for (int64_t c = c0; c < c1; ++c) s[c] += slope * static_cast<A>(shift + c);
     }
     std::fill(s, s + c0, NEG_INF);
     std::fill(s + c1, s + BLOCK, NEG_INF);
@@ -630,10 +652,7 @@ struct Attention {
   void finish(int64_t b, int64_t i, int64_t head, const A* o, A max, A total) const {
     A factor;
     if (x.sinks) {
-      A sink{};
-      with_dtype(x.sinks_dtype, [&](auto tag) {
-        sink = static_cast<A>(static_cast<const decltype(tag)*>(x.sinks)[head]);
-      });
+      const A sink = per_head(x.sinks, x.sinks_dtype, head);
       // Relative to the larger of the two, so that neither exponential overflows.
       const A top = sink > max ? sink : max;
       factor = std::exp(max - top) / (total * std::exp(max - top) + std::exp(sink - top));
@@ -667,7 +686,7 @@ void check_batch(const Args& x) {
       refuse(who + "req_pool_indices is " + std::to_string(req) + ", expected 0 to " +
              std::to_string(x.max_reqs - 1) + " (rows of req_to_token)");
     const int32_t* slots = x.req_to_token + req * x.req_stride;
-    const int64_t begin = x.window ? std::max<int64_t>(0, len - n + 1 - x.window) : 0;
+    const int64_t begin = first_visible(x, len - n);
     int32_t low = 0, high = 0;
     for (int64_t j = begin; j < len; ++j) low = std::min(low, slots[j]), high = std::max(high, slots[j]);
     if (low < 0 || high >= x.S)
@@ -767,7 +786,7 @@ void read_write_args(Reader& r, Args& x) {
   x.kv_dtype = r.integer();
 }
 
-constexpr Py_ssize_t NUM_WRITE_ARGS = 17, NUM_ARGS = NUM_WRITE_ARGS + 19;
+constexpr Py_ssize_t NUM_WRITE_ARGS = 17, NUM_ARGS = NUM_WRITE_ARGS + 22;
 
 PyObject* py_kv_write(PyObject*, PyObject* const* args, Py_ssize_t n) {
   if (n != NUM_WRITE_ARGS) return PyErr_Format(PyExc_TypeError, "kv_write: %zd arguments", n);
@@ -793,8 +812,9 @@ PyObject* py_radix_attention(PyObject*, PyObject* const* args, Py_ssize_t n) {
   x.req_pool_indices = r.pointer<const int64_t*>(), x.seq_lens = r.pointer<const int64_t*>();
   x.query_start_loc = r.pointer<const int64_t*>();
   x.sinks = r.pointer<const void*>(), x.sinks_dtype = r.integer();
+  x.slopes = r.pointer<const void*>(), x.slopes_dtype = r.integer();
   x.out = r.pointer<void*>();
-  x.window = r.integer(), x.scale = r.real(), x.softcap = r.real();
+  x.window = r.integer(), x.chunk = r.integer(), x.scale = r.real(), x.softcap = r.real();
   if (PyErr_Occurred()) return nullptr;
   return guarded([&] {
     check_batch(x);  // before anything is written

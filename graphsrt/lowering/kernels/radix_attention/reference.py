@@ -31,6 +31,8 @@ def radix_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    chunk_size: int | None = None,
     causal: bool = True,
 ) -> Tensor:
     """As ``radix_attention`` of this package. Computes in float64 where q or the pool is, else in float32."""
@@ -48,15 +50,21 @@ def radix_attention(
             continue
         position = torch.arange(seq_len - (end - begin), seq_len, device=q.device)[:, None]
         first = 0 if sliding_window is None else max(0, int(position[0]) - sliding_window + 1)
+        if chunk_size is not None:
+            first = max(first, int(position[0]) // chunk_size * chunk_size)
         index = torch.arange(first, seq_len, device=q.device)[None, :]
         slots = req_to_token[request, first:seq_len].long()
         keys, values = kv_pool[layer_id][:, slots].to(dtype).repeat_interleave(group, dim=2)  # [kv, H, D] each
         logits = torch.einsum("qhd,khd->hqk", q[begin:end].to(dtype), keys) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
+        if alibi_slopes is not None:
+            logits = logits + alibi_slopes.to(dtype)[:, None, None] * (index - position)
         visible = index <= position
         if sliding_window is not None:
             visible &= index > position - sliding_window
+        if chunk_size is not None:
+            visible &= index // chunk_size == position // chunk_size
         logits = logits.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             sink = sinks.to(dtype)[:, None, None].expand(-1, end - begin, 1)
