@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from graphsrt.capture import capture, check_config, meta_model, meta_twin
+from graphsrt.capture import capture, check_config
 from graphsrt.compiled import CompiledModel, Traced
 from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
 from graphsrt.models.checkpoint import SafetensorsCheckpoint, StateDictCheckpoint
 from graphsrt.models.memory_file import write_safetensors_memfd
+from graphsrt.models.on_meta import on_meta
 from graphsrt.models.source import ModelSource, resolve
 from graphsrt.passes import PIPELINE, page_attention, shard_tensor_parallel
 from graphsrt.passes.plugins import with_installed
@@ -190,7 +191,7 @@ def _chosen(
 def _verify(source: ModelSource, tp: int, chosen: Sequence[Pass], strict: bool) -> VerifyReport:
     from graphsrt.verification import verify as verify_model
 
-    return verify_model(source.module if source.module is not None else source.config, tp, passes=chosen, strict=strict)
+    return verify_model(source, tp, passes=chosen, strict=strict)
 
 
 @contextmanager
@@ -213,28 +214,9 @@ def _capture(source: ModelSource, tp: int, context_length: int | None) -> Progra
     if length < 1:
         raise ValueError(explain("context_length must be positive", got=str(length)))
     check_config(source.config)
-    if source.module is not None:
-        model = meta_twin(source.module, source.dtype)
-    else:
-        model = meta_model(source.config, source.model_class, source.dtype)
-        _untie(model, source)
-    program = capture(model, context_length=length, name=source.config.model_type)
+    program = capture(on_meta(source), context_length=length, name=source.config.model_type)
     program.mesh = {"tp": tp}
     return program
-
-
-def _untie(model: torch.nn.Module, source: ModelSource) -> None:
-    """Share parameters exactly where the checkpoint does: a head stored apart from the embedding is its own weight."""
-    seen: set[torch.nn.Parameter] = set()
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if parameter in seen:
-            owner, _, leaf = name.rpartition(".")
-            own = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False)
-            setattr(model.get_submodule(owner), leaf, own)
-        seen.add(parameter)
-    for name, kept in source.ties().items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, model.get_parameter(kept))
 
 
 def _with_checkpoint_names(stages: Stages, source: ModelSource) -> Program:

@@ -87,7 +87,7 @@ def bisect_numbers(
 
     source = resolve(model)
     chosen = select(with_installed(PIPELINE) if passes is None else passes, without=without)
-    captured = small_program(source.module if source.module is not None else source.config, tp)
+    captured = small_program(source, tp)
     return bisect_program(captured, chosen, _numbers)
 
 

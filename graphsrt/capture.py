@@ -84,13 +84,18 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
 
 
 class _Flattened(nn.Module):
-    """``(tokens [T], positions [T]) -> logits [T, V]`` of a causal LM."""
+    """``(tokens [T], positions [T]) -> logits [T, V]`` of a causal LM; a reference model is that already."""
 
     def __init__(self, net: nn.Module):
+        from transformers import PreTrainedModel
+
         super().__init__()
         self.net = net
+        self.is_flat_already = not isinstance(net, PreTrainedModel)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.is_flat_already:
+            return self.net(tokens, positions)
         result = self.net(input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True)
         return result.logits[0]
 
@@ -200,7 +205,8 @@ def fix_rope(model: nn.Module, context_length: int) -> None:
 
 
 def capture(model: Any, *, context_length: int, name: str | None = None) -> Program:
-    """Export a causal LM (:func:`meta_twin` or :func:`meta_model`; it is modified) as a :class:`Program`.
+    """Export a causal LM on the meta device (it is modified) as a :class:`Program`: a model of transformers, or a plain
+    module ``(tokens [T], positions [T]) -> logits [T, V]`` with a ``config``, which calls ``ops.attention`` itself.
 
     Raises CompileError where the model does something that a served program cannot keep: attention outside the
     interface, state between tokens, control flow on the token count.

@@ -28,7 +28,8 @@ def miniature(config: Any, tp: int) -> Any:
     small = copy.deepcopy(whole)
     heads = int(small.num_attention_heads)
     hidden = int(small.hidden_size)
-    own_head_dim = getattr(small, "head_dim", None)
+    follows = isinstance(getattr(type(small), "head_dim", None), property)  # from the width and the heads
+    own_head_dim = None if follows else getattr(small, "head_dim", None)
     head_dim = _head_dim(small, int(own_head_dim or hidden // heads))
     width = heads * head_dim
     if own_head_dim is not None and int(own_head_dim) * heads != hidden:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class VerifyReport:
 def verify(
     model: Any, tp: int = 1, *, passes: Sequence[Any] | None = None, strict: bool = False, seed: int = 0
 ) -> VerifyReport:
-    """Trace a model (``PreTrainedModel`` or config) at ``tp`` and compare every stage.
+    """Trace a model (a ``ModelSource``, or what ``resolve`` takes) at ``tp`` and compare every stage.
 
     Weights are random in any case. A config, or a model above ``SMALL_PARAMETERS``, is replaced by its miniature.
     Raises CompileError where the passes themselves refuse the model.
@@ -90,20 +90,16 @@ def verify(
 
 def small_program(model: Any, tp: int) -> Program:
     """What :func:`verify` runs, captured in float64: the model itself if it is small, else its miniature."""
-    from transformers import AutoModelForCausalLM
+    from graphsrt.capture import capture, check_config
+    from graphsrt.models.on_meta import on_meta
+    from graphsrt.models.source import ModelSource, resolve
 
-    from graphsrt.capture import capture, check_config, meta_model, meta_twin
-
-    if isinstance(model, torch.nn.Module) and sum(p.numel() for p in model.parameters()) <= SMALL_PARAMETERS:
-        twin = meta_twin(model, torch.float64)
-    else:
-        config: Any = model.config if isinstance(model, torch.nn.Module) else model
-        check_config(config)
-        config = miniature(config, tp)
-        kinds: Any = AutoModelForCausalLM._model_mapping  # type: ignore[attr-defined]
-        model_class = type(model) if isinstance(model, torch.nn.Module) else kinds[type(config)]
-        twin = meta_model(config, model_class, torch.float64)
-    program = capture(twin, context_length=CONTEXT_LENGTH)
+    source = model if isinstance(model, ModelSource) else resolve(model)
+    module = source.module
+    if module is None or sum(p.numel() for p in module.parameters()) > SMALL_PARAMETERS:
+        check_config(source.config)
+        source = replace(source, config=miniature(source.config, tp), module=None, checkpoint=None, _skeleton=None)
+    program = capture(on_meta(replace(source, dtype=torch.float64)), context_length=CONTEXT_LENGTH)
     program.mesh = {"tp": tp}
     return program
 

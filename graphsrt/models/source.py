@@ -30,6 +30,7 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "tokeniz
 class ModelSource:
     """A model before capture: its class and config, where its weights are, and what is needed to talk to it.
 
+    ``reference`` is the class that is captured in place of ``model_class``, with the same parameter names, or None.
     ``checkpoint`` has the names and layouts of ``model_class`` (experts stacked, old names changed), or is None when
     there is only a config. ``module`` is the model itself if it is in memory. ``dtype`` is the program's floating
     dtype; tensors stored in another one are cast by the loader. ``context_length`` is in tokens, None if the config
@@ -42,7 +43,8 @@ class ModelSource:
     dtype: torch.dtype
     context_length: int | None
     eos_token_ids: tuple[int, ...]
-    module: PreTrainedModel | None = None
+    reference: type[torch.nn.Module] | None = None
+    module: torch.nn.Module | None = None
     checkpoint: Checkpoint | None = None
     folder: Path | None = None
     trust_remote_code: bool = False
@@ -84,7 +86,7 @@ class ModelSource:
             )
         return self.tokenizer
 
-    def skeleton(self) -> PreTrainedModel:
+    def skeleton(self) -> torch.nn.Module:
         """``module`` if there is one, else the model without weights, made once: parameters *and* buffers on meta.
 
         Parameters are shared between names exactly where ``ties()`` says so.
@@ -171,13 +173,14 @@ class ModelSource:
 
 
 def resolve(
-    model: PreTrainedModel | PretrainedConfig | str | os.PathLike,
+    model: torch.nn.Module | PretrainedConfig | str | os.PathLike,
     *,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> ModelSource:
-    """Find out what ``model`` is: a model in memory, a config, a folder, the name ``smollm2``, or a hub id.
+    """Find out what ``model`` is: a model in memory, a config, a folder, the name ``smollm2``, or a hub id. A model in
+    memory is one of transformers, or a plain module ``(tokens [T], positions [T]) -> logits [T, V]`` with a ``config``.
 
     ``dtype`` (float64, float32, float16, bfloat16) overrides the config's; without either it is float32. Reads headers
     and small files only.
@@ -187,7 +190,7 @@ def resolve(
     """
     if dtype is not None and dtype not in _FLOATS:
         raise ValueError(explain("dtype must be a floating one", expected=", ".join(map(str, _FLOATS)), got=str(dtype)))
-    if isinstance(model, PreTrainedModel):
+    if isinstance(model, torch.nn.Module) and isinstance(getattr(model, "config", None), PretrainedConfig):
         return _from_module(model, dtype)
     if isinstance(model, PretrainedConfig):
         return _from_config(model, dtype, name=getattr(model, "_name_or_path", "") or model.model_type)
@@ -195,7 +198,8 @@ def resolve(
         raise ValueError(
             explain(
                 "this is no model",
-                expected="a transformers PreTrainedModel or PretrainedConfig, a folder, a hub id, or 'smollm2'",
+                expected="a transformers PreTrainedModel or PretrainedConfig, a module (tokens, positions) -> logits "
+                "that has a config, a folder, a hub id, or 'smollm2'",
                 got=type(model).__name__,
             )
         )
@@ -209,10 +213,13 @@ def resolve(
     return _from_folder(name, folder, dtype, trust_remote_code, allow_pickle)
 
 
-def _from_module(module: PreTrainedModel, dtype: torch.dtype | None) -> ModelSource:
-    config = module.config
+def _from_module(module: torch.nn.Module, dtype: torch.dtype | None) -> ModelSource:
+    config: Any = module.config
     _refuse_quantized(config)
-    if getattr(config, "is_encoder_decoder", False) or module.get_output_embeddings() is None:
+    is_plain, headless = True, False
+    if isinstance(module, PreTrainedModel):
+        is_plain, headless = False, module.get_output_embeddings() is None
+    if headless or getattr(config, "is_encoder_decoder", False):
         raise CompileError(
             explain(
                 f"{type(module).__name__} is not a causal language model",
@@ -221,7 +228,7 @@ def _from_module(module: PreTrainedModel, dtype: torch.dtype | None) -> ModelSou
             )
         )
     text = getattr(config, "text_config", None)
-    if text is not None and module.config_class is not type(text):
+    if not is_plain and text is not None and module.config_class is not type(text):
         raise CompileError(
             explain(
                 f"{type(module).__name__} is multimodal",
@@ -234,9 +241,10 @@ def _from_module(module: PreTrainedModel, dtype: torch.dtype | None) -> ModelSou
         name=config._name_or_path or type(module).__name__,
         config=config,
         model_class=type(module),
-        dtype=dtype or module.dtype,
+        dtype=dtype or next(p.dtype for p in module.parameters() if p.is_floating_point()),
         context_length=_context_length(config),
         eos_token_ids=_eos(generation, config),
+        reference=registry.reference_of_module(module),
         module=module,
         checkpoint=StateDictCheckpoint(module.state_dict()),
     )
@@ -246,7 +254,10 @@ def _from_config(
     config: PretrainedConfig, dtype: torch.dtype | None, name: str, model_class: type | None = None
 ) -> ModelSource:
     _refuse_quantized(config)
-    model_class = model_class or registry.lookup(config)
+    reference = None
+    if model_class is None:  # else it is the model's own code that the user trusts
+        model_class = registry.lookup(config)
+        reference = registry.reference(*(config.architectures or [])[:1], model_class.__name__)
     inner = registry.model_config(config, model_class)
     return ModelSource(
         name=name,
@@ -255,6 +266,7 @@ def _from_config(
         dtype=dtype or _config_dtype(inner),
         context_length=_context_length(inner),
         eos_token_ids=_eos(None, inner, config),
+        reference=reference,
         is_text_part=inner is not config,
     )
 

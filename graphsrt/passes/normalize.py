@@ -5,7 +5,7 @@
 
 The batch of one that transformers wants is dropped, so values are ``[T, E]``. Casts to the dtype that a value already
 has, aliases, copies, dropout outside training, whole slices, factors of one and pairs of transposes go. ``chunk`` and
-``split`` become slices, ``reshape`` becomes ``view``, dimensions count from the front.
+``split`` become slices, ``reshape`` becomes ``view`` where it copies nothing, dimensions count from the front.
 
 Needs: a captured program.  Leaves: no value with a leading batch dimension, unless an operator is not known here (its
 arguments then get the dimension back and the result is still right).
@@ -339,6 +339,8 @@ class _Rewriter:
                 return x
             if x.target is aten.view.default:
                 return self._emit(target, x.args[0], *args[1:])
+            if not _is_viewable(x.meta["val"], args[1]):
+                target = aten.reshape.default  # the copy that made it contiguous went with `contiguous` or `clone`
         if target is aten.transpose.int and x is not None and x.target is target and set(x.args[1:]) == set(args[1:]):
             return x.args[0]
         if target is aten.expand.default and x is not None and self._expands_nothing(x, args[1]):
@@ -366,3 +368,11 @@ class _Rewriter:
     def _expands_nothing(self, x: fx.Node, size: list[int]) -> bool:
         shape = self.program.shape(x)
         return len(shape) == len(size) and all(s in (-1, d) for s, d in zip(size, shape))
+
+
+def _is_viewable(value: torch.Tensor, shape: list[int]) -> bool:
+    try:
+        value.view(shape)
+    except (RuntimeError, ValueError):  # fake tensors raise the one or the other
+        return False
+    return True

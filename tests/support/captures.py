@@ -23,7 +23,7 @@ _captures: dict[tuple[str, str, int], Program] = {}
 def _capture_once(model: Any, *, context_length: int, name: str | None = None) -> Program:
     parameter = next(model.parameters())
     tied = len(list(model.named_parameters())) != len(list(model.named_parameters(remove_duplicate=False)))
-    key = (f"{model.config.to_json_string()}{tied}", str(parameter.dtype), context_length)
+    key = (f"{type(model)}{model.config.to_json_string()}{tied}", str(parameter.dtype), context_length)
     if key not in _captures:
         _captures[key] = capture(model, context_length=context_length, name=name)
     return _captures[key].copy()
