@@ -34,7 +34,8 @@ def miniature(config: Any, tp: int) -> Any:
     width = heads * head_dim
     if own_head_dim is not None and int(own_head_dim) * heads != hidden:
         width += heads * 2  # the model's width is not that of its heads; a multiple of the heads passes every config
-    _set(small, "head_dim", head_dim if own_head_dim is not None else None)
+    if not follows:
+        _set(small, "head_dim", head_dim if own_head_dim is not None else None)
     for name in _OTHER_WIDTHS:
         if getattr(small, name, None) == hidden:
             setattr(small, name, width)
