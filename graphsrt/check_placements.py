@@ -9,6 +9,7 @@ computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch.fx as fx
@@ -18,7 +19,20 @@ from graphsrt.check_rules import WHOLE, Held, Refused, call_of, derive, describe
 from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Layout, Partial, Run, Shard
 from graphsrt.program import Program, Weight, target_name, where
-from graphsrt.recipes import Cat, Ckpt, Const, Fill, Mul, OnOwner, Recipe, RopeTable, ShardOf, ShardStart, Transpose
+from graphsrt.recipes import (
+    Cat,
+    Ckpt,
+    Const,
+    Fill,
+    Mul,
+    OnOwner,
+    Recipe,
+    RopeTable,
+    ShardOf,
+    ShardStart,
+    Take,
+    Transpose,
+)  # fmt: skip
 
 
 def check_placements(program: Program, axis: str = "tp") -> None:
@@ -88,7 +102,7 @@ def _differs(recipe: Recipe) -> bool:
     match recipe:
         case ShardOf() | OnOwner() | ShardStart():
             return True
-        case Transpose(x):
+        case Transpose(x) | Take(x):
             return _differs(x)
         case Mul(x, by):
             return _differs(x) or _differs(by)
@@ -244,9 +258,23 @@ def _read(recipe: Recipe, shape: tuple[int, ...], ranks: int) -> Read:
             return Read(((dim, tuple(_piece(rank, unowned) for rank in layout.runs), layout.size),))
         case Mul(x, by, dim):
             return _read_mul(_read(x, shape, ranks), _read(by, (shape[dim],) if shape else (), ranks), dim)
+        case Take(x, dim, addresses):
+            return _read_take(
+                _read(x, tuple(-1 if d == dim else n for d, n in enumerate(shape)), ranks), dim, addresses
+            )
         case Cat(parts, dim):
             return _read_cat(parts, dim, shape, ranks)
     raise Refused(f"unknown recipe {type(recipe).__name__}")
+
+
+def _read_take(x: Read, dim: int, addresses: tuple[str, ...]) -> Read:
+    """The same rows of a whole tensor on all ranks, each once."""
+    if x != Read() or any(text.startswith("~") for text in addresses):
+        raise Refused("rows are taken that differ from rank to rank", "rows of a whole tensor, all of them owned")
+    spans = sorted(tuple(int(n) for n in text.split(":")) for text in addresses)
+    if any(low >= high for low, high in spans) or any(a[1] > b[0] for a, b in pairwise(spans)):
+        raise Refused("rows of a weight are taken twice, or none", "each row once", ", ".join(addresses))
+    return Read()
 
 
 def _read_mul(x: Read, by: Read, dim: int) -> Read:
@@ -321,6 +349,8 @@ def _leaf_shapes(recipe: Recipe, shape: list[int | None]) -> list[tuple[str, lis
             return _leaf_shapes(x, shape) + _leaf_shapes(by, [shape[dim]])
         case ShardOf(x, dim, layout):
             return _leaf_shapes(x, [layout.size if d == dim else n for d, n in enumerate(shape)])
+        case Take(x, dim):
+            return _leaf_shapes(x, [None if d == dim else n for d, n in enumerate(shape)])
         case Transpose(x, a, b):
             order = list(shape)
             order[a], order[b] = order[b], order[a]

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from graphsrt import ops
+from graphsrt import ops, ops_norms
 from graphsrt.placement import Layout, Partial, Placement, R, Replicate, Run, Shard
 from graphsrt.program import Program, arguments, aten
+from graphsrt.recipes import Fill, ShardOf
 
 Runs = tuple[tuple[int, int], ...]
 """(first address, length) of consecutive positions."""
@@ -74,6 +75,9 @@ def describe(place: Any) -> str:
 
 
 def shard(dim: int, layout: Layout) -> Held:
+    """Divided along ``dim``; a layout that gives every rank all addresses in order divides nothing."""
+    if all(runs == ((0, layout.size),) for runs in addresses(layout)):
+        return WHOLE
     return Held(Shard(dim, layout))
 
 
@@ -689,6 +693,56 @@ def _layer_norm(call: Call) -> Held:
     return _norm(call, [call.args["input"]], vectors, len(call.args["normalized_shape"]))
 
 
+@rule(ops_norms.row_sum, ops_norms.sum_of_squares)
+def _row_sums(call: Call) -> Held:
+    """Sums over a divided width: each address is to be counted once."""
+    if "width" in call.args:
+        if call.of("total") != WHOLE:
+            raise Refused(
+                "the mean of a row is not the same on all ranks", "R (after all_reduce)", str(call.of("total"))
+            )
+        _check_width(call)
+    place, last = _not_partial(call, "x"), call.ndim("x") - 1
+    if call.of("x").zeroed:
+        raise Refused("the row has zeros in place of copies", "copies where not owned", str(call.of("x")))
+    if not isinstance(place, Shard) or place.dim != last:
+        raise Refused("each rank's share of a row's sum, but the row is not divided", f"S({last})", describe(place))
+    if call.args["owned"] is None:
+        if not all(run.owned for rank in place.layout.runs for run in rank):
+            raise Refused("copies would be counted twice", "a vector of ones where owned", describe(place))
+        return SUM
+    owned = call.of("owned")
+    if owned.placement != Shard(0, place.layout) or not owned.zeroed or not _is_ones(call, "owned"):
+        raise Refused(
+            "what is owned is not what the row holds", f"ones, zeros where not owned, of {place.layout}", str(owned)
+        )
+    return SUM
+
+
+def _is_ones(call: Call, name: str) -> bool:
+    weight = call.program.weight_of(call.args[name])
+    recipe = weight.recipe if weight is not None else None
+    return isinstance(recipe, ShardOf) and isinstance(recipe.x, Fill) and recipe.x.value == 1.0
+
+
+def _check_width(call: Call) -> None:
+    place, last = call.of("x").placement, call.ndim("x") - 1
+    width = place.layout.size if isinstance(place, Shard) and place.dim == last else call.shape(call.args["x"])[last]
+    if call.args["width"] != width:
+        raise Refused("the norm divides by another width", str(width), str(call.args["width"]))
+
+
+@rule(ops_norms.rms_norm_of, ops_norms.layer_norm_of)
+def _norm_of(call: Call) -> Held:
+    _check_width(call)
+    sums = [call.args[n] for n in ("total", "squares") if n in call.args]
+    for value in sums:
+        if call.held[value] != WHOLE:
+            raise Refused(f"{value.name} is not complete", "R (after all_reduce)", str(call.held[value]))
+    vectors = [call.args[n] for n in ("weight", "bias") if isinstance(call.args.get(n), fx.Node)]
+    return aligned(call, [call.args["x"], *vectors], call.ndim("x"))
+
+
 @rule(ops.rope)
 def _rope(call: Call) -> Held:
     place = _not_partial(call, "x")
@@ -977,7 +1031,8 @@ def _creator(call: Call) -> Held:
 
 _MAY_BE_ZEROED = {
     aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default, aten.transpose.int, aten.t.default,
-    aten.permute.default, aten.to.dtype, aten._to_copy.default, ops.vocab_embedding, ops.moe_experts,
+    aten.permute.default, aten.to.dtype, aten._to_copy.default, ops.vocab_embedding, ops_norms.row_sum,
+    ops_norms.sum_of_squares, ops.moe_experts,
 }  # fmt: skip
 """Operators whose rules look at zeros in place of copies themselves."""
 _MAY_BE_STARTS = {ops.vocab_embedding, ops.moe_experts}

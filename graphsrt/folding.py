@@ -24,10 +24,22 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from graphsrt.placement import Shard
+from graphsrt.placement import Run, Shard
 from graphsrt.printer import call_text, recipe_text, tensor_type_text, type_text
 from graphsrt.program import Program, Weight, walk
-from graphsrt.recipes import Cat, Ckpt, Mul, OnOwner, Recipe, ShardOf, ShardStart, Transpose
+from graphsrt.recipes import (
+    Cat,
+    Ckpt,
+    Mul,
+    OnOwner,
+    Recipe,
+    ShardOf,
+    ShardStart,
+    Take,
+    Transpose,
+    span,
+    within,
+)  # fmt: skip
 
 MAX_COLUMN = {"name": 44, "type": 40, "expression": 100}
 """Widest that a column is padded to; a longer entry pushes its own line only."""
@@ -323,8 +335,14 @@ def _slices(recipe: Recipe, rank: int, ndim: int, window: dict[int, list[tuple[i
             return _taken(name, ndim, window)
         case ShardOf(x, dim, layout, unowned):
             mine = [(r.start, r.start + r.length, r.owned or unowned != "zero") for r in layout.runs[rank]]
-            if dim in window or not isinstance(x, (Ckpt, Transpose, Mul, ShardOf)):
+            if dim in window or not isinstance(x, (Ckpt, Transpose, Mul, ShardOf, Take)):
                 return _taken(f"({_slices(recipe.x, rank, ndim, {})})", ndim, {**window, dim: mine})
+            return _slices(x, rank, ndim, {**window, dim: mine})
+        case Take(x, dim, addresses):
+            mine = [(r.start, r.start + r.length, r.owned or recipe.unowned != "zero") for r in map(span, addresses)]
+            if dim in window:
+                wanted = [Run(start, end - start, kept) for start, end, kept in window[dim]]
+                mine = [(r.start, r.start + r.length, r.owned) for r in within(addresses, wanted)]
             return _slices(x, rank, ndim, {**window, dim: mine})
         case Transpose(x, dim0, dim1):
             swapped = {{dim0: dim1, dim1: dim0}.get(dim, dim): parts for dim, parts in window.items()}

@@ -256,6 +256,10 @@ def kv_write(
     kernel(k, v, kv_pool, out_cache_loc, layer_id)
 
 
+ATTENTIONS: set[torch._ops.OpOverload] = {attention, radix_attention}
+"""The operators through which tokens see each other."""
+
+
 # -- norms, rope, gated activations ---------------------------------------------------------------------------------
 
 
@@ -403,6 +407,8 @@ take_own = _collective(
     lambda x, *, dim, axis, size: _resized(x, dim, 1, size),
 )
 
-# -- experts ----------------------------------------------------------------------------------------------------------
 
-from graphsrt.ops_experts import moe_experts as moe_experts  # noqa: E402  (needs what is above)
+# -- families in files of their own: they register themselves ---------------------------------------------------------
+
+from graphsrt import ops_norms  # noqa: E402, F401
+from graphsrt.ops_experts import moe_experts as moe_experts  # noqa: E402

@@ -108,6 +108,16 @@ class Layout:
         return all(rank == (Run(i * self.local_size, self.local_size),) for i, rank in enumerate(self.runs))
 
     @cached_property
+    def is_everywhere(self) -> bool:
+        """Every rank holds every address in order: the value is whole, which is what placements call it."""
+        return all(_merge(run._replace(owned=True) for run in rank) == (Run(0, self.size),) for rank in self.runs)
+
+    @staticmethod
+    def everywhere(size: int, ranks: int) -> Layout:
+        """All addresses on every rank; the first owns them."""
+        return Layout.of([[Run(0, size, owned=rank == 0)] for rank in range(ranks)])
+
+    @cached_property
     def granularity(self) -> int:
         """The largest unit of which every run is made: what a view may still split off."""
         return math.gcd(*(n for rank in self.runs for run in rank for n in (run.start, run.length)), self.local_size)

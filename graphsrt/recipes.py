@@ -51,8 +51,8 @@ class ShardOf(Recipe):
 
 @dataclass(frozen=True)
 class Take(Recipe):
-    """One rank's part spelled out: ``addresses`` of dimension ``dim`` in order, ``"0:192"`` or ``"~192:256"`` for those
-    that the rank does not own, which become zero with ``unowned="zero"``. What :func:`localize` makes of a shard."""
+    """``addresses`` of dimension ``dim`` in order, ``"0:192"`` or ``"~192:256"`` for those that a rank does not own,
+    which become zero with ``unowned="zero"``. Rows of a fused weight, or what :func:`localize` makes of a shard."""
 
     x: Recipe
     dim: int
@@ -200,7 +200,7 @@ def _evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtyp
         case ShardOf(x, dim, layout, unowned):
             return _take(x, dim, layout.runs[rank], unowned, rank, source, dtype)
         case Take(x, dim, addresses, unowned):
-            return _take(x, dim, [_span(text) for text in addresses], unowned, rank, source, dtype)
+            return _take(x, dim, [span(text) for text in addresses], unowned, rank, source, dtype)
         case Cat(parts, dim):
             return torch.cat([_evaluate(p, rank, source, dtype).to(dtype) for p in parts], dim)
         case Transpose(x, dim0, dim1):
@@ -233,9 +233,23 @@ def _times(x: torch.Tensor, by: torch.Tensor, dim: int, dtype: torch.dtype) -> t
     return x.to(wide) * by.to(wide).reshape([-1 if d == dim else 1 for d in range(x.dim())])
 
 
-def _span(text: str) -> Run:
+def span(text: str) -> Run:
+    """``"0:192"`` or ``"~192:256"`` as a run."""
     start, end = (int(number) for number in text.lstrip("~").split(":"))
     return Run(start, end - start, not text.startswith("~"))
+
+
+def within(addresses: Sequence[str], runs: Sequence[Run]) -> list[Run]:
+    """``runs`` of what ``addresses`` take, as runs of what these are taken from."""
+    inner, found = [span(text) for text in addresses], []
+    for run in runs:
+        position = 0
+        for part in inner:
+            low, high = max(run.start, position), min(run.start + run.length, position + part.length)
+            if low < high:
+                found.append(Run(part.start + low - position, high - low, run.owned))
+            position += part.length
+    return found
 
 
 def _take(
@@ -244,6 +258,8 @@ def _take(
     if isinstance(x, Transpose):  # push the slices inwards: the checkpoint's own dimension is the one to cut
         swapped = {x.dim0: x.dim1, x.dim1: x.dim0}.get(dim, dim)
         return _take(x.x, swapped, runs, unowned, rank, source, dtype).transpose(x.dim0, x.dim1)
+    if isinstance(x, Take) and x.dim == dim and x.unowned == "copy":
+        return _take(x.x, dim, within(x.addresses, runs), unowned, rank, source, dtype)
     if isinstance(x, Mul):
         cut = dim == x.dim  # a vector along the dimension that is cut is cut as well
         scale = _take(x.by, 0, runs, unowned, rank, source, dtype) if cut else _evaluate(x.by, rank, source, dtype)

@@ -27,7 +27,7 @@ from graphsrt.passes.runner import Pass, pass_name, run
 from graphsrt.placement import Partial, Placement, Shard
 from graphsrt.printer import diff_text, print_program
 from graphsrt.program import Input, NearMiss, Program, Weight
-from graphsrt.recipes import Cat, Ckpt, Mul, OnOwner, Recipe, ShardOf, TensorSource, Transpose
+from graphsrt.recipes import Cat, Ckpt, Mul, OnOwner, Recipe, ShardOf, Take, TensorSource, Transpose
 from graphsrt.simulate import Values, load, simulate
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.01}
@@ -264,17 +264,27 @@ def checkpoint_shapes(*programs: Program) -> dict[str, tuple[int, ...]]:
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def _leaf_shapes(recipe: Recipe, shape: list[int], found: dict[str, tuple[int, ...]]) -> None:
+def _leaf_shapes(
+    recipe: Recipe, shape: list[int], found: dict[str, tuple[int, ...]], *, at_least: bool = False
+) -> None:
+    """``at_least``: the tensor is as large as ``shape``, or larger, where other weights read more of it."""
     match recipe:
+        case Ckpt(name) if at_least and name in found:
+            found[name] = tuple(map(max, found[name], shape))
         case Ckpt(name):
             if found.setdefault(name, tuple(shape)) != tuple(shape):
                 raise CompileError(f"{name} is read as {tuple(shape)} and as {found[name]}")
         case ShardOf(x, dim, layout):
-            _leaf_shapes(x, [layout.size if d == dim else size for d, size in enumerate(shape)], found)
+            _leaf_shapes(
+                x, [layout.size if d == dim else size for d, size in enumerate(shape)], found, at_least=at_least
+            )
+        case Take(x, dim, addresses):
+            end = max(int(text.lstrip("~").split(":")[1]) for text in addresses)
+            _leaf_shapes(x, [end if d == dim else size for d, size in enumerate(shape)], found, at_least=True)
         case Transpose(x, dim0, dim1):
             swapped = list(shape)
             swapped[dim0], swapped[dim1] = shape[dim1], shape[dim0]
-            _leaf_shapes(x, swapped, found)
+            _leaf_shapes(x, swapped, found, at_least=at_least)
         case OnOwner(x):
             _leaf_shapes(x, shape, found)
         case Mul(x, by, dim):

@@ -14,12 +14,14 @@ from graphsrt.passes.recognize_rope import recognize_rope
 from graphsrt.passes.runner import insert
 from graphsrt.passes.select_logit_rows import select_logit_rows
 from graphsrt.passes.shard_tensor_parallel import shard_tensor_parallel
+from graphsrt.passes.split_linears import split_linears
 
 PIPELINE: list[Callable[..., int]] = [
     normalize,
     recognize_rms_norm,
     recognize_rope,
     recognize_gated_mlp,
+    split_linears,
     shard_tensor_parallel,
     merge_qkv,
     merge_gate_up,

@@ -17,9 +17,10 @@ HOW = ("tp", "ep")
 
 
 def computed_weight(program: Program, node: fx.Node) -> str | None:
-    """The first of an experts operator's weights that is computed and so cannot be divided while it is loaded."""
+    """Why an experts operator stays whole: a weight that is computed cannot be divided while it is loaded."""
     given = arguments(node)
-    return next((n for n in WEIGHTS if given[n] is not None and program.weight_of(given[n]) is None), None)
+    names = (n for n in WEIGHTS if given[n] is not None and program.weight_of(given[n]) is None)
+    return next((f"its weight {name} is computed" for name in names), None)
 
 
 def divide_experts(program: Program, node: fx.Node, ranks: int, how: str) -> dict[fx.Node, Weight]:

@@ -6,7 +6,7 @@ import torch.fx as fx
 
 from graphsrt.placement import Layout, Placement, Shard
 from graphsrt.program import Program, Weight, arguments, aten
-from graphsrt.recipes import Cat, Recipe
+from graphsrt.recipes import Cat, Recipe, ShardOf
 
 
 def linear_behind(node: fx.Node) -> fx.Node | None:
@@ -60,8 +60,9 @@ def merge(program: Program, linears: list[fx.Node], role: str, made_by: str) -> 
     merged.meta["origin"] = (first, *(linear for linear in linears if linear is not first))
     last = first.meta["val"].dim() - 1
     places = [linear.meta.get("placement") for linear in linears]
-    if all(isinstance(place, Shard) for place in places):
-        merged.meta["placement"] = Shard(last, Layout.concat([place.layout for place in places]))  # type: ignore[union-attr]
+    layouts = _layouts(places, [int(linear.meta["val"].shape[last]) for linear in linears])
+    if layouts:
+        merged.meta["placement"] = Shard(last, Layout.concat(layouts))
     elif places[0] is not None:
         merged.meta["placement"] = places[0]
     start = 0
@@ -88,11 +89,26 @@ def merge(program: Program, linears: list[fx.Node], role: str, made_by: str) -> 
     return merged
 
 
+def _layouts(places: list[Placement | None], sizes: list[int]) -> list[Layout]:
+    """The layouts of parts that become one, none if no part is divided: what is whole is on every rank."""
+    ranks = next((place.layout.ranks for place in places if isinstance(place, Shard)), 0)
+    return [
+        place.layout if isinstance(place, Shard) else Layout.everywhere(size, ranks)
+        for place, size in zip(places, sizes)
+        if ranks
+    ]
+
+
 def _beside(program: Program, nodes: list[fx.Node], name: str) -> fx.Node:
     weights = [program.weights[str(node.target)] for node in nodes]
-    recipe: Recipe = Cat(tuple(w.recipe for w in weights), 0)
     shape = (sum(w.shape[0] for w in weights), *weights[0].shape[1:])
+    layouts = _layouts([w.placement for w in weights], [w.shape[0] for w in weights])
+    recipe: Recipe = Cat(tuple(w.recipe for w in weights), 0)
     place: Placement | None = weights[0].placement
-    if all(isinstance(w.placement, Shard) for w in weights):
-        place = Shard(0, Layout.concat([w.placement.layout for w in weights]))  # type: ignore[union-attr]
+    if layouts:
+        pairs = zip(weights, layouts)
+        recipe = Cat(
+            tuple(w.recipe if isinstance(w.placement, Shard) else ShardOf(w.recipe, 0, n) for w, n in pairs), 0
+        )
+        place = Shard(0, Layout.concat(layouts))
     return program.add_weight(name, Weight(shape, weights[0].dtype, recipe, place))

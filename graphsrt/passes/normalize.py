@@ -116,6 +116,8 @@ class _Rewriter:
             return self._permute(x, batch, self._permutation(target, x, batch, arguments))
         if target in _VIEWS:
             return self._view(x, batch, list(arguments.get("shape") or arguments["size"]))
+        if target in (aten.flatten.using_ints, aten.unflatten.int):
+            return self._view(x, batch, self._sizes(node))
         if target is aten.expand.default:
             return self._expand(x, batch, list(arguments["size"]))
         if target in _BY_DIM:
@@ -253,6 +255,10 @@ class _Rewriter:
             return self._emit(aten.view.default, x, shape[1:]), 0
         return self._emit(aten.view.default, x, shape), None
 
+    def _sizes(self, node: fx.Node) -> list[int]:
+        """The sizes of a value as a view writes them: -1 for the one that depends on the tokens."""
+        return [size if isinstance(size, int) else -1 for size in self.program.shape(node)]
+
     def _is_token_first(self, x: fx.Node, shape: list[int]) -> bool:
         """``[T, …] -> [1, T, …]``: the batch of one comes back."""
         return len(shape) > 1 and shape[1] == -1 and self.program.shape(x)[:1] == ("T",)
@@ -331,13 +337,11 @@ class _Rewriter:
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Add a call, unless a simpler value is the same."""
         x = args[0] if args and isinstance(args[0], fx.Node) else None
-        if target is aten.view.default and x is not None and not self._viewable(x, args[1]):
-            target = aten.reshape.default  # an expanded value has no memory of its own to look at in another shape
         if target is aten.view.default and x is not None:
             shape = [s if isinstance(s, int) else -1 for s in self.program.shape(x)]
             if shape == list(args[1]):
                 return x
-            if x.target is aten.view.default:
+            if x.target in (aten.view.default, aten.reshape.default):
                 return self._emit(target, x.args[0], *args[1:])
             if not _is_viewable(x.meta["val"], args[1]):
                 target = aten.reshape.default  # the copy that made it contiguous went with `contiguous` or `clone`
@@ -354,16 +358,6 @@ class _Rewriter:
         new = self.program.call(target, *args, name=label, like=self.node, **kwargs)
         self.program.infer([new])
         return new
-
-    def _viewable(self, x: fx.Node, size: list[int]) -> bool:
-        value = x.meta["val"]
-        if value.is_contiguous():
-            return True
-        try:
-            self.program.shapes.result(aten.view.default, (value, size), {})
-        except (RuntimeError, ValueError):
-            return False
-        return True
 
     def _expands_nothing(self, x: fx.Node, size: list[int]) -> bool:
         shape = self.program.shape(x)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from graphsrt import ops
 from graphsrt.passes.merge_gate_up import merge_gate_up
+from graphsrt.printer import recipe_text
 from graphsrt.testing import check, trace
 from tests.support import captures
 
@@ -37,8 +38,11 @@ def test_padded_shards() -> None:
     assert f"layers.0.mlp.gate_up_proj: {fused} = aten.linear(" in done.after
 
 
-def test_fused_already() -> None:
-    assert not check(merge_gate_up, captures.before("merge_gate_up", "phi3"), fires=0).near_misses
+def test_split_and_merged_again() -> None:
+    """What the model fuses is put together again, from the same tensor."""
+    done = check(merge_gate_up, captures.before("merge_gate_up", "phi3"), fires=1)
+    (recipe,) = [w.recipe for name, w in done.program.weights.items() if name.endswith("mlp.gate_up_proj.weight")]
+    assert recipe_text(recipe, short=True).count('ckpt("model.layers.0.mlp.gate_up_proj.weight")') == 2
 
 
 def test_one_has_a_bias() -> None:

@@ -1,0 +1,188 @@
+"""Which linears are divided, and how: the choice behind ``shard_tensor_parallel``, made before anything is changed.
+
+Each linear asks that its input be divided; the demand walks back (rules in ``demand.py``) to the linears before it,
+which become column-parallel, and this one row-parallel. A refusal that names the layout it would accept is tried again
+with it. Then the logits ask the same of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import torch.fx as fx
+
+from graphsrt import ops
+from graphsrt.passes.demand import Refusal, demand
+from graphsrt.placement import Layout, Shard
+from graphsrt.program import Program, arguments, aten
+
+_MAX_RETRIES = 4
+
+
+@dataclass
+class Choice:
+    """What is divided. ``shards``: values; ``columns``, ``rows``: linears by the layout of their output or input
+    channels; ``weights``: (user, weight) -> its shard, of vectors that follow a value; ``refused``: linear -> why."""
+
+    shards: dict[fx.Node, Shard] = field(default_factory=dict)
+    columns: dict[fx.Node, Layout] = field(default_factory=dict)
+    rows: dict[fx.Node, Layout] = field(default_factory=dict)
+    weights: dict[tuple[fx.Node, fx.Node], Shard] = field(default_factory=dict)
+    logits: Layout | None = None
+    refused: dict[fx.Node, str] = field(default_factory=dict)
+
+    def add(self, trial: Choice) -> None:
+        """Accept what one demand would divide."""
+        self.shards.update(trial.shards)
+        self.columns.update(trial.columns)
+        self.weights.update(trial.weights)
+
+
+class Search:
+    """Makes the choice for one program and one number of ranks."""
+
+    def __init__(self, program: Program, ranks: int):
+        self.program = program
+        self.ranks = ranks
+        self.choice = Choice()
+        self.order = {node: index for index, node in enumerate(program.graph.nodes)}
+
+    def run(self) -> Choice:
+        """Linears fed by attention first, as their inputs are divided by heads; then the others; then the logits."""
+        linears = self.program.calls(aten.linear.default)
+        first = [node for node in linears if self._reaches_attention(node)]
+        known = set(first)
+        for node in [*first, *(n for n in linears if n not in known)]:
+            self._try_row(node)
+        output = self.program.output
+        trial, layout = self._try(output, output.meta["val"].dim() - 1, None)
+        if trial is not None:
+            self.choice.add(trial)
+            self.choice.logits = layout
+        return self.choice
+
+    def _reaches_attention(self, linear: fx.Node) -> bool:
+        """Whether the input comes from attention without another linear between."""
+        stack, seen = [linear.args[0]], set()
+        while stack:
+            node = stack.pop()
+            if not isinstance(node, fx.Node) or node in seen or node.target is aten.linear.default:
+                continue
+            seen.add(node)
+            if node.target in ops.ATTENTIONS:
+                return True
+            stack += node.all_input_nodes
+        return False
+
+    def _try_row(self, linear: fx.Node) -> None:
+        x = arguments(linear)["input"]
+        if linear in self.choice.columns:
+            self.choice.refused[linear] = "its output is sharded already"
+            return
+        if self.program.weight_of(arguments(linear)["weight"]) is None:
+            self.choice.refused[linear] = "its weight is computed"
+            return
+        dim = x.meta["val"].dim() - 1
+        trial, layout = self._try(x, dim, linear)
+        if trial is not None:
+            self.choice.add(trial)
+            self.choice.rows[linear] = layout
+
+    def _try(self, value: fx.Node, dim: int, user: fx.Node | None) -> tuple[Choice | None, Layout]:
+        """Ask for ``value`` divided along ``dim``, again with whatever layout a refusal offers."""
+        size = int(value.meta["val"].shape[dim])
+        layout = Layout.blocks(size, self.ranks)
+        for _ in range(_MAX_RETRIES):
+            try:
+                return self._demand(value, Shard(dim, layout), user), layout
+            except Refusal as refusal:
+                self.choice.refused[user if user is not None else value] = f"{refusal.node.name}: {refusal.reason}"
+                better = refusal.layout
+                if better is None or size % better.size:
+                    break
+                better = better.scale(size // better.size)
+                if better == layout:
+                    break
+                layout = better
+        return None, layout
+
+    def _demand(self, value: fx.Node, shard: Shard, user: fx.Node | None) -> Choice:
+        """Walk back from ``value`` to column-parallel linears; raises Refusal where that is not possible."""
+        trial = Choice()
+        wanted: dict[fx.Node, list[Shard]] = {value: [shard]}
+        askers: dict[fx.Node, set[fx.Node | None]] = {value: {user}}
+        heap = [(-self.order[value], value)]
+        while heap:
+            _, node = heapq.heappop(heap)  # latest first: all users that ask have asked by now
+            if len(set(wanted[node])) != 1:
+                raise Refusal(node, "is asked for in two ways at once")
+            place = wanted[node][0]
+            for other in node.users:
+                if other not in askers[node] and not (other.op == "output" and None in askers[node]):
+                    raise Refusal(node, f"{other.name} needs the whole value")
+            if node in self.choice.shards and self.choice.shards[node] != place:
+                raise Refusal(node, f"is laid out as {self.choice.shards[node].layout} already")
+            trial.shards[node] = place
+            if node.target is aten.linear.default:
+                self._column(node, place, trial)
+                continue
+            if node.op != "call_function":
+                raise Refusal(node, "an input cannot be divided")
+            if user is None and is_over_width(node, place):
+                raise Refusal(node, "a norm of the result needs all of it")
+            demands = demand(self.program, node, place, self.ranks)
+            asked = {argument for argument, _ in demands}
+            for argument in node.all_input_nodes:
+                if argument in self.choice.shards and argument not in asked and not _reads_no_value(node):
+                    raise Refusal(node, f"{argument.name} is divided already and is needed whole")
+            for argument, requirement in demands:
+                if self.program.weight_of(argument) is not None:
+                    trial.weights[node, argument] = requirement
+                    continue
+                if argument not in wanted:
+                    wanted[argument], askers[argument] = [], set()
+                    heapq.heappush(heap, (-self.order[argument], argument))
+                wanted[argument].append(requirement)
+                askers[argument].add(node)
+        return trial
+
+    def _column(self, linear: fx.Node, place: Shard, trial: Choice) -> None:
+        args = arguments(linear)
+        if place.dim != linear.meta["val"].dim() - 1:
+            raise Refusal(linear, "a linear is divided along its output channels only")
+        if linear in self.choice.rows:
+            raise Refusal(linear, "its input is sharded already")
+        if self.program.weight_of(args["weight"]) is None or (
+            args["bias"] is not None and self.program.weight_of(args["bias"]) is None
+        ):
+            raise Refusal(linear, "its weight is computed")
+        trial.columns[linear] = place.layout
+
+
+def is_over_width(node: fx.Node, place: Shard) -> bool:
+    """Whether ``place`` divides the width that a norm runs over."""
+    return node.target in (ops.rms_norm, aten.layer_norm.default) and place.dim == node.meta["val"].dim() - 1
+
+
+def _reads_no_value(node: fx.Node) -> bool:
+    return node.target in (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+
+
+def needed_whole(choice: Choice, linear: fx.Node, sums: set[fx.Node]) -> bool:
+    """Whether all that reads the result of a linear that stays whole is divided and needs it whole.
+
+    Such a linear is no failure: a router, or a projection to a latent that divided projections read. Dividing it would
+    cost a collective of its own. A linear whose partner stays whole as well is none of these. ``sums``: the values that
+    partial sums flow into.
+    """
+    stack, seen = list(linear.users), {linear}
+    while stack:
+        node = stack.pop()
+        if node in seen or node in choice.columns or node in choice.shards or node in sums:
+            continue
+        seen.add(node)
+        if node.op == "output" or node.target is aten.linear.default or node.target in ops.ATTENTIONS:
+            return False
+        stack += node.users
+    return True
