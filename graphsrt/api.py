@@ -5,22 +5,18 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from graphsrt.capture import capture, check_config
 from graphsrt.compiled import CompiledModel, Traced
 from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
-from graphsrt.models.checkpoint import SafetensorsCheckpoint, StateDictCheckpoint
-from graphsrt.models.memory_file import write_safetensors_memfd
 from graphsrt.models.on_meta import on_meta
 from graphsrt.models.source import ModelSource, resolve
 from graphsrt.passes import PIPELINE, page_attention, shard_tensor_parallel
@@ -28,9 +24,11 @@ from graphsrt.passes.plugins import with_installed
 from graphsrt.passes.runner import Pass, Stages, run, select
 from graphsrt.program import Program
 from graphsrt.recipes import leaves, rename
+from graphsrt.runtime.agreement import COMPARE_EVERY
 from graphsrt.runtime.engine import Engine
-from graphsrt.runtime.executor import GroupExecutor, LocalExecutor, WorkersExecutor
-from graphsrt.runtime.model_runner import EngineSizes, RankInit, rank_runner, simulated_runner, text_hash
+from graphsrt.runtime.executor import STALL_TIMEOUT_S
+from graphsrt.runtime.model_runner import EngineSizes
+from graphsrt.runtime.start import Bar, RankOptions, group_size, start_ranks
 
 if TYPE_CHECKING:
     from graphsrt.verification import VerifyReport
@@ -95,6 +93,8 @@ def compile(
     max_running: int = 64,
     max_tokens_per_step: int = 2048,
     threads_per_rank: int | None = None,
+    stall_timeout: float = STALL_TIMEOUT_S,
+    compare_every: int = COMPARE_EVERY,
     progress: bool = False,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
@@ -117,13 +117,20 @@ def compile(
     ``context_length``: most tokens of a sequence (default the model's). ``page_size``: tokens of a KV page;
     ``max_total_tokens``: KV memory in tokens; ``max_running``: sequences at a time; ``max_tokens_per_step``: longer
     prompts are prefilled in chunks of this.
+    ``stall_timeout``: seconds in which no rank gets from one collective to the next, after which the ranks are ended
+    and the one that holds them up is named. ``compare_every``: steps between two comparisons of what ranks computed,
+    0 for never.
 
     ValueError for an argument out of range, CompileError for a model that cannot be compiled, CheckpointError for
     weights that are missing, damaged or left over, RankError if a rank process fails.
     """
-    group_size = _group_size(device or "cpu")
+    group = group_size(device or "cpu")
     _check_options(ranks, backend, device, page_size, max_running, max_tokens_per_step)
-    tp = tp if tp is not None else (group_size if group_size and ranks is None else 1)
+    if not stall_timeout > 0 or compare_every < 0:
+        raise ValueError(
+            explain("stall_timeout is positive, compare_every is not negative", got=f"{stall_timeout}, {compare_every}")
+        )
+    tp = tp if tp is not None else (group if group and ranks is None else 1)
     traced = trace(
         model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, passes=passes, without=without, stop_after=stop_after,
         experts=experts, strict=strict, dump=dump, context_length=context_length, trust_remote_code=trust_remote_code,
@@ -141,10 +148,9 @@ def compile(
     sizes = _sizes(program, page_size, max_total_tokens, max_running, max_tokens_per_step)
     stats = None
     if backend == "inductor" and ranks != "simulated":
-        stats = _compile_once(program, group_size, progress)
-    executor = _executor(
-        source, program, sizes, tp, ranks, backend, device or "cpu", group_size, threads_per_rank, progress
-    )
+        stats = _compile_once(program, group, progress)
+    options = RankOptions(backend, device or "cpu", group, threads_per_rank, stall_timeout, compare_every, progress)
+    executor = start_ranks(source, program, sizes, tp, options, simulated=ranks == "simulated")
     engine = Engine(
         executor, source.tokenizer, source.eos_token_ids, sizes.context_length, sizes.num_pages, page_size,
         vocab_size=program.constants["vocab_size"], max_running=sizes.max_running,
@@ -243,86 +249,19 @@ def _sizes(
     return EngineSizes(min(max_running, per_step), context, page_size, pages)
 
 
-def _compile_once(program: Program, group_size: int, progress: bool) -> CompileStats:
+def _compile_once(program: Program, group: int, progress: bool) -> CompileStats:
     """Compile regions before any rank starts; under torchrun rank 0 does it while the others wait."""
-    if group_size > 1 and torch.distributed.get_rank() != 0:
+    if group > 1 and torch.distributed.get_rank() != 0:
         torch.distributed.barrier()
         return compile_regions(program)
-    with _Bar("compile", progress) as tell:
+    with Bar("compile", progress) as tell:
         stats = compile_regions(program, progress=tell)
-    if group_size > 1:
+    if group > 1:
         torch.distributed.barrier()
     return stats
 
 
-def _executor(
-    source: ModelSource, program: Program, sizes: EngineSizes, tp: int, ranks: str | None, backend: str, device: str,
-    group_size: int, threads: int | None, progress: bool,
-) -> Any:  # fmt: skip
-    checkpoint = source.require_checkpoint()
-    if ranks == "simulated":
-        return LocalExecutor(simulated_runner(program, checkpoint, sizes))
-    if group_size:
-        return _group_executor(program, checkpoint, sizes, tp, backend, device, group_size)
-    if tp == 1:
-        with _Bar("load", progress) as tell:
-            return LocalExecutor(
-                rank_runner(program, 0, None, checkpoint, sizes, backend=backend, device=device, progress=tell)
-            )
-    fds: list[int] = []
-    if isinstance(checkpoint, StateDictCheckpoint) and source.module is not None:
-        fd = write_safetensors_memfd({name: checkpoint.read(name) for name in _needed(program)})
-        fds, checkpoint = [fd], SafetensorsCheckpoint(f"/proc/self/fd/{fd}")
-    try:
-        text = str(program)
-        init = RankInit(text, text_hash(program), checkpoint.spec(), sizes, backend, device)
-        with _Bar("load", progress) as tell:
-
-            def tell_of_rank_0(rank: int, done: int, total: int, label: str) -> None:
-                if rank == 0:
-                    tell(done, total, label)
-
-            return WorkersExecutor(
-                tp, "graphsrt.runtime.model_runner:create", pickle.dumps(init), fds=fds, device=device,
-                threads_per_rank=threads, progress=tell_of_rank_0,
-            )  # fmt: skip
-    finally:
-        for fd in fds:  # the ranks have loaded, or the start failed
-            os.close(fd)
-
-
-def _needed(program: Program) -> list[str]:
-    return sorted({leaf for weight in program.weights.values() for leaf in leaves(weight.recipe)})
-
-
-def _group_executor(
-    program: Program, checkpoint: Any, sizes: EngineSizes, tp: int, backend: str, device: str, size: int
-) -> GroupExecutor:
-    from graphsrt.lowering.collectives import ProcessCollectives
-
-    if size != tp:
-        raise ValueError(
-            explain("tp must be the number of processes that torchrun started", expected=str(size), got=str(tp))
-        )
-    if torch.device(device).type == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        torch.cuda.set_device(device)
-    collectives = ProcessCollectives.over_world()
-    runner = rank_runner(program, collectives.rank, collectives, checkpoint, sizes, backend=backend, device=device)
-    return GroupExecutor(collectives, runner)
-
-
 # -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def _group_size(device: str) -> int:
-    """Size of the process group that ``torchrun`` (or the caller) has set up; 0 if there is none."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    if "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ:
-        torch.distributed.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo")
-        return torch.distributed.get_world_size()
-    return 0
 
 
 def _check_tp(tp: Any) -> None:
@@ -352,24 +291,6 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
             raise ValueError(explain("no such dtype", expected=", ".join(DTYPES), got=repr(dtype)))
         return DTYPES[dtype.removeprefix("torch.")]
     return dtype
-
-
-class _Bar:
-    """A progress bar that is told ``(done, total, label)``; silent unless asked for."""
-
-    def __init__(self, label: str, show: bool):
-        self._bar = tqdm(desc=label, disable=not show, unit="", leave=False)
-
-    def __enter__(self) -> Callable[[int, int, str], None]:
-        return self._tell
-
-    def _tell(self, done: int, total: int, label: str) -> None:
-        self._bar.total = total
-        self._bar.set_postfix_str(label[-40:], refresh=False)
-        self._bar.update(done - self._bar.n)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
 
 
 __all__ = ["CompileError", "CompiledModel", "Traced", "compile", "trace", "verify"]

@@ -162,6 +162,13 @@ class CompiledModel(Traced):
         results = self._serve(lambda: engine.logits(lists))
         return results[0] if single else results
 
+    def restart(self) -> None:
+        """Start the ranks again after a RankError, from the same program and weights; then the model is as new.
+
+        What was running has failed with that error, or fails now. Not under ``torchrun``, which starts ranks itself.
+        """
+        self._require_driver("restart").restart()
+
     @property
     def load_reports(self) -> list[LoadReport]:
         """By rank: bytes read from files by it and by its machine, bytes that it keeps, and seconds."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -34,6 +35,19 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Meeting:
+    """Counts collectives as they are entered and left: who has entered and not left waits for the others."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(2, dtype=np.int64)
+
+    def __enter__(self) -> None:
+        self.counts[0] += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.counts[1] += 1
+
+
 class ProcessCollectives:
     """Collectives over ``group``; ``None`` is a group of one.
 
@@ -44,6 +58,7 @@ class ProcessCollectives:
 
     def __init__(self, group: ProcessGroup | None):
         self._group = group
+        self.meeting = Meeting()
         self.size: int = 1 if group is None else dist.get_world_size(group)
         self.rank: int = 0 if group is None else dist.get_rank(group)
         # "cpu:gloo,cuda:nccl" and the like. A CUDA tensor in a group without NCCL goes through the host.
@@ -54,9 +69,12 @@ class ProcessCollectives:
         self._store: Any = group.get_group_store() if group is not None and hasattr(group, "get_group_store") else None
 
     @classmethod
-    def over_world(cls) -> ProcessCollectives:
-        """All ranks of the initialised process group, through a group of our own (so that ``abandon`` works)."""
-        return cls(dist.new_group())
+    def over_world(cls, timeout: float | None = None) -> ProcessCollectives:
+        """All ranks of the initialised process group, through a group of our own (so that ``abandon`` works).
+
+        ``timeout``: seconds for one collective.
+        """
+        return cls(dist.new_group(timeout=None if timeout is None else timedelta(seconds=timeout)))
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
@@ -67,7 +85,8 @@ class ProcessCollectives:
             return x.clone(memory_format=torch.contiguous_format)
         if x.is_cuda and self._has_nccl:
             out = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(out, _NCCL_OPS[op], group=self._group)
+            with self.meeting:
+                dist.all_reduce(out, _NCCL_OPS[op], group=self._group)
             return out
         if x.numel() * x.element_size() <= ONE_ROUND_BYTES or x.numel() < self.size:
             return _combine(self._gather(x), op).to(x.device)
@@ -99,7 +118,8 @@ class ProcessCollectives:
         blocks = front.view(self.size, front.shape[0] // self.size, *front.shape[1:])
         if x.is_cuda and self._has_nccl:
             out = torch.empty_like(blocks[0])
-            _reduce_scatter_single(out, front, _NCCL_OPS[op], group=self._group)
+            with self.meeting:
+                _reduce_scatter_single(out, front, _NCCL_OPS[op], group=self._group)
         else:
             out = _combine(self._exchange(blocks.cpu()), op).to(x.device)
         return out.movedim(0, dim).contiguous()
@@ -108,13 +128,15 @@ class ProcessCollectives:
         """``[size, *x.shape]``, on the device of ``x`` with NCCL, otherwise on the host."""
         x = x.contiguous() if x.is_cuda and self._has_nccl else x.cpu().contiguous()
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        _all_gather_single(_as_bytes(out), _as_bytes(x), group=self._group if x.is_cuda else self._host())
+        with self.meeting:
+            _all_gather_single(_as_bytes(out), _as_bytes(x), group=self._group if x.is_cuda else self._host())
         return out
 
     def _exchange(self, blocks: Tensor) -> Tensor:
         """Block ``r`` of each rank goes to rank ``r``; row ``s`` of the result came from rank ``s``."""
         out = torch.empty_like(blocks)
-        dist.all_to_all_single(_as_bytes(out), _as_bytes(blocks), group=self._host())
+        with self.meeting:
+            dist.all_to_all_single(_as_bytes(out), _as_bytes(blocks), group=self._host())
         return out
 
     # ---- host data --------------------------------------------------------------------------------------------------
@@ -134,7 +156,8 @@ class ProcessCollectives:
             head[0] = len(buffer)
             if len(buffer) <= INLINE_WORDS:
                 head[1 : 1 + len(buffer)] = torch.from_numpy(buffer.copy())
-        dist.broadcast(head, global_src, group=group)
+        with self.meeting:
+            dist.broadcast(head, global_src, group=group)
         length = int(head[0])
         if length <= INLINE_WORDS:
             return head[1 : 1 + length].numpy()
@@ -142,7 +165,8 @@ class ProcessCollectives:
         if self.rank == src:
             assert buffer is not None
             body.copy_(torch.from_numpy(buffer.copy()))
-        dist.broadcast(body, global_src, group=group)
+        with self.meeting:
+            dist.broadcast(body, global_src, group=group)
         return body.numpy()
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -150,13 +174,15 @@ class ProcessCollectives:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._host())
+        with self.meeting:
+            dist.all_gather_object(values, value, group=self._host())
         return values
 
     def barrier(self) -> None:
         """Wait until all ranks are here, asleep."""
         if self.size > 1:
-            dist.barrier(group=self._host())
+            with self.meeting:
+                dist.barrier(group=self._host())
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessCollectives:
         """Collectives over some of the ranks, for host memory. Called by just these, with the same ``ranks``."""

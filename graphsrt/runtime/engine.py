@@ -45,6 +45,10 @@ class Executor(Protocol):
         """
         ...
 
+    def restart(self) -> None:
+        """After a RankError: begin anew, with KV memory of any content. ValueError where that cannot be."""
+        ...
+
     def close(self) -> None:
         """Free everything. May be called more than once, and after a RankError."""
         ...
@@ -91,13 +95,14 @@ class Engine:
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.max_running = min(256, max_tokens_per_step) if max_running is None else max_running
-        self.scheduler = Scheduler(
+        self._new_scheduler = lambda: Scheduler(
             self.max_running,
             max_tokens_per_step,
             ReqToTokenPool(self.max_running, context_length),
             TokenToKVPool(num_pages, page_size),
             self.eos_token_ids,
         )
+        self.scheduler = self._new_scheduler()
         self._concat = concat or _concat_numpy
         self._clock = clock
         self.turns = Turns()  # held while requests, pages or the executor are touched
@@ -171,6 +176,18 @@ class Engine:
         now.pages_used = now.pages_total - scheduler.ledger.available_pages
         now.pages_cached = now.pages_total - now.pages_used - scheduler.kv_pool.available_pages
         return now
+
+    def restart(self) -> None:
+        """Start the executor's ranks again, with empty KV memory. What is running or waiting fails with RankError."""
+        with self.turns:
+            if self._closed:
+                raise GraphsrtError("the engine is closed: compile the model again to go on")
+            error = self._broken or RankError("the ranks were started again")
+            self._broken = error  # until they are there
+            self.scheduler.fail(self.scheduler.requests, error)
+            self.executor.restart()
+            self.scheduler = self._new_scheduler()
+            self._broken = None
 
     def close(self) -> None:
         """Cancel what is running, after the step that is running, and close the executor. May be called again."""
@@ -397,7 +414,7 @@ class Engine:
                 explain(
                     "the engine has stopped because a rank failed",
                     got=str(self._broken),
-                    hint="close it and compile the model again",
+                    hint="restart() it, or close it and compile the model again",
                 ),
                 rank=self._broken.rank,
             ) from self._broken

@@ -11,11 +11,13 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
 from graphsrt.errors import RankError, explain
+from graphsrt.runtime.interrupts import DeferredInterrupt
 from graphsrt.runtime.load_plan import LoadReport
 from graphsrt.runtime.rank_processes import RankProcesses
 from graphsrt.runtime.results import StepResult
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from graphsrt.runtime.workers import Runner
 
 __all__ = ["GroupExecutor", "LocalExecutor", "StepReply", "WorkersExecutor"]
+
+STALL_TIMEOUT_S = 60.0
 
 T = TypeVar("T")
 Progress = Callable[[int, int, int, str], None]
@@ -51,6 +55,10 @@ class _Executor:
     def run(self, serve: Callable[[], T]) -> T:
         """The result of ``serve``, on every rank that calls this; only the driver calls ``serve``, to make steps."""
         return serve()
+
+    def restart(self) -> None:
+        """Start again what a RankError has ended. ValueError where that is not ours to do."""
+        raise ValueError("there are no rank processes of ours to restart: start the program again")
 
     def close(self) -> None:
         """Release what the executor holds. May be called again."""
@@ -84,32 +92,34 @@ class WorkersExecutor(_Executor):
     """Starts ``tp`` rank processes on this machine and runs steps in them.
 
     ``runner`` is ``"module:factory"``, importable in the rank processes; the factory gets ``(rank, size, collectives,
-    init)``. The caller needs no ``__main__`` guard, and its own modules are not imported. ``fds`` are inherited under
-    the same numbers, ``env`` is added to the environment. ``threads_per_rank`` defaults to the cores of this process
+    init)``. ``init`` is bytes, or makes a context with bytes and file descriptors that the ranks inherit under the same
+    numbers, entered for each start. The caller needs no ``__main__`` guard, and its own modules are not imported.
+    ``env`` is added to the environment. ``threads_per_rank`` defaults to the cores of this process
     divided by ``tp``. ``device`` is ``"cpu"`` or ``"cuda"`` (rank r on GPU r). ``progress`` is called, in this thread,
     for each ``report_progress`` of a rank while it starts.
 
-    ``start_timeout``: seconds without any word from a starting rank; ``step_timeout``: seconds for one step;
-    ``collective_timeout``: seconds for one collective.
+    ``start_timeout``: seconds without any sign of a starting rank; ``stall_timeout``: seconds of a step in which no
+    rank enters or leaves a collective (a step may take as long as it likes while they do); ``collective_timeout``:
+    seconds for one collective.
 
-    Raises ``RankError`` if a rank cannot start, fails, dies or hangs, and then no rank is left; a ``GraphsrtError`` of
-    a factory (a damaged checkpoint, say) is raised as what it is. Any exception out of a step, Ctrl-C included, ends
-    the ranks, since they may be in the middle of it. May be called from several threads, one step at a time.
+    Raises ``RankError`` if a rank cannot start, fails, dies or hangs, and then no rank is left, until ``restart``; a
+    ``GraphsrtError`` of a factory (a damaged checkpoint, say) is raised as what it is. Ctrl-C in a step is raised at
+    once and leaves the ranks intact: they finish the step, and its reply is dropped. Any other exception out of a step
+    ends them. May be called from several threads, one step at a time.
     """
 
     def __init__(
         self,
         tp: int,
         runner: str,
-        init: bytes = b"",
+        init: bytes | Callable[[], AbstractContextManager[tuple[bytes, Sequence[int]]]] = b"",
         *,
-        fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
         threads_per_rank: int | None = None,
         device: str = "cpu",
         progress: Progress | None = None,
         start_timeout: float = 600.0,
-        step_timeout: float = 300.0,
+        stall_timeout: float = STALL_TIMEOUT_S,
         collective_timeout: float = 600.0,
     ):
         if tp < 1:
@@ -117,25 +127,40 @@ class WorkersExecutor(_Executor):
         if ":" not in runner:
             raise ValueError(f"runner is {runner!r}, and must be 'module:factory'")
         self.tp = tp
-        self.step_timeout = step_timeout
+        self.stall_timeout = stall_timeout
         self._lock = threading.Lock()
         self._failure: str | None = None
-        self._ranks = RankProcesses.start(
-            tp,
-            {"runner": runner, "device": device, "collective_timeout": collective_timeout},
-            init,
-            fds=fds,
-            env=env or {},
-            threads_per_rank=threads_per_rank,
-        )
-        # Also at interpreter exit, and when the executor is forgotten.
-        self._finalizer = weakref.finalize(self, self._ranks.close)
-        try:
-            told = self._ranks.wait_ready(start_timeout, progress)
-        except BaseException:
-            self._ranks.kill()
-            raise
+        self._closed = False
+        self._prepare = (lambda: nullcontext((init, ()))) if isinstance(init, bytes) else init
+        self._start_timeout, self._progress = start_timeout, progress
+        self._hello = {"runner": runner, "device": device, "collective_timeout": collective_timeout}
+        self._env, self._threads_per_rank = dict(env or {}), threads_per_rank
+        self._start()
+
+    def _start(self) -> None:
+        with self._prepare() as (init, fds):
+            self._ranks = RankProcesses.start(
+                self.tp, self._hello, init, fds=fds, env=self._env, threads_per_rank=self._threads_per_rank
+            )
+            # Also at interpreter exit, and when the executor is forgotten.
+            self._finalizer = weakref.finalize(self, self._ranks.close)
+            try:
+                told = self._ranks.wait_ready(self._start_timeout, self._progress)
+            except BaseException:
+                self._ranks.kill()
+                raise
         self.load_reports = [LoadReport.from_json(about) for about in told if about]
+
+    def restart(self) -> None:
+        """End what is left of the ranks and start them again, from the same program and weights."""
+        with self._lock:
+            if self._closed:
+                raise ValueError("this executor is closed")
+            self._finalizer.detach()
+            self._ranks.kill()
+            self._failure = "they could not be started again"
+            self._start()
+            self._failure = None
 
     @property
     def pids(self) -> list[int]:
@@ -146,20 +171,32 @@ class WorkersExecutor(_Executor):
         """Run one step on every rank; ``buffer`` is int64 and flat. The reply is rank 0's."""
         words = _as_words(buffer)
         with self._lock:
-            if self._failure is not None:
-                raise RankError(explain("the ranks have ended", got=self._failure, hint="start a new executor"))
-            if self._ranks.closed:
+            if self._closed:
                 raise ValueError("this executor is closed")
-            try:
-                self._ranks.send(Kind.STEP, words)
-                payload = self._ranks.wait_reply(self.step_timeout)
-            except BaseException as error:
-                self._failure = str(error).split("\n", 1)[0] or type(error).__name__
-                self._ranks.kill()
-                raise
+            if self._failure is not None:
+                raise RankError(
+                    explain("the ranks have ended", got=self._failure, hint="restart them, or start a new executor")
+                )
+            with DeferredInterrupt() as interrupt:
+                payload = self._await(words, interrupt)
+                while payload is None:
+                    interrupt.deliver()
+                    payload = self._await(None, interrupt)
         return decode_reply(payload)
 
+    def _await(self, words: np.ndarray | None, interrupt: DeferredInterrupt) -> np.ndarray | None:
+        """Send a step, unless that has been done, and wait for its reply; None if there is an interrupt to deliver."""
+        try:
+            if words is not None:
+                self._ranks.send(Kind.STEP, words)
+            return self._ranks.wait_reply(self.stall_timeout, interrupt)
+        except BaseException as error:
+            self._failure = str(error).split("\n", 1)[0] or type(error).__name__
+            self._ranks.kill()
+            raise
+
     def close(self) -> None:
+        self._closed = True
         if self._lock.acquire(blocking=False):
             try:
                 self._ranks.close()

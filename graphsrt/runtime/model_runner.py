@@ -18,6 +18,7 @@ from graphsrt.lowering.executable import Executable
 from graphsrt.models.checkpoint import open_spec
 from graphsrt.printer import print_program
 from graphsrt.program import Program
+from graphsrt.runtime.agreement import COMPARE_EVERY, Agreement
 from graphsrt.runtime.forward_batch import ForwardBatch
 from graphsrt.runtime.load_plan import LoadReport
 from graphsrt.runtime.logprobs import log_probabilities
@@ -53,6 +54,7 @@ class RankInit:
     sizes: EngineSizes
     backend: str
     device: str
+    compare_every: int = COMPARE_EVERY
 
 
 def text_hash(program: Program) -> str:
@@ -80,8 +82,10 @@ class ModelRunner:
         device: str = "cpu",
         pools: int | None = None,
         collectives_s: Callable[[], float] = lambda: 0.0,
+        agreement: Agreement | None = None,
     ):
-        """``collectives_s``: seconds that ``execute`` has spent in collectives so far."""
+        """``collectives_s``: seconds that ``execute`` has spent in collectives so far. ``agreement``: of all ranks."""
+        self._agreement = agreement or Agreement(None)
         self._collectives_s = collectives_s
         self._execute = execute
         self._rank = rank
@@ -97,7 +101,12 @@ class ModelRunner:
     def step(self, buffer: np.ndarray) -> StepReply | None:
         """Run one encoded :class:`ForwardBatch`. Rank 0 replies with a token for each logit row."""
         start, waited = time.perf_counter(), self._collectives_s()
+        self._agreement.begin(buffer)
         reply = self._step(buffer)
+        if reply is not None:
+            self._agreement.compare(reply.token_ids)
+        if self._rank != 0:
+            return None
         if reply is not None:
             reply.collectives_s = self._collectives_s() - waited
             reply.compute_s = time.perf_counter() - start - reply.collectives_s
@@ -122,13 +131,13 @@ class ModelRunner:
             "kv_pool": self._kv_pool,
         }
         local = [part[: len(batch.logit_rows)] for part in self._execute(inputs)]
-        if self._rank != 0 and not self._columns.split:
+        if self._rank != 0 and not self._columns.split and not self._agreement.due:
             return None
         # Every rank that holds a part of the vocabulary goes through all of this, in the same order.
         reply = self._sample(batch, local)
         if batch.return_logits:
             reply.logits = self._columns.whole(local).to(self._logits_dtype)
-        return reply if self._rank == 0 else None
+        return reply
 
     def _sample(self, batch: ForwardBatch, local: list[torch.Tensor]) -> StepReply:
         if not len(batch.logit_rows):
@@ -174,6 +183,7 @@ def rank_runner(
     backend: str,
     device: str = "cpu",
     progress: Callable[[int, int, str], None] | None = None,
+    compare_every: int = COMPARE_EVERY,
 ) -> ModelRunner:
     """A runner with its own rank's weights, which are read here."""
     weights, report = load_weights(program, rank, checkpoint, device=device, progress=progress, collectives=collectives)
@@ -186,14 +196,9 @@ def rank_runner(
         return gathered
 
     runner = ModelRunner(
-        program,
-        lambda inputs: [executable(inputs)],
-        sizes,
-        rank=rank,
-        gather=gather,
-        device=device,
-        collectives_s=lambda: executable.collectives_s,
-    )
+        program, lambda inputs: [executable(inputs)], sizes, rank=rank, gather=gather, device=device,
+        collectives_s=lambda: executable.collectives_s, agreement=Agreement(collectives, compare_every),
+    )  # fmt: skip
     runner.load_report = report
     return runner
 
@@ -231,5 +236,6 @@ def create(rank: int, size: int, collectives: ProcessCollectives, init: bytes) -
             report_progress(done, total, label)
 
     return rank_runner(
-        program, rank, collectives, checkpoint, given.sizes, backend=given.backend, device=device, progress=progress
-    )
+        program, rank, collectives, checkpoint, given.sizes, backend=given.backend, device=device, progress=progress,
+        compare_every=given.compare_every,
+    )  # fmt: skip

@@ -17,108 +17,75 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from graphsrt import errors
-from graphsrt.errors import RankError, explain
-from graphsrt.runtime.wire import HEADER, STACK_SIGNAL, Kind
+from graphsrt.errors import RankError
+from graphsrt.runtime.interrupts import DeferredInterrupt
+from graphsrt.runtime.rank_diagnosis import failed, stopped, stuck
+from graphsrt.runtime.rank_peer import BOARD_ROW_BYTES, STEPS, RankPeer, read_board
+from graphsrt.runtime.wire import HEADER, Kind
 
 CLOSE_GRACE_S = 5.0  # for ranks to end by themselves
-DIAGNOSIS_S = 0.2  # after the first sign of a failure, to learn which rank was first
-EXIT_STATUS_S = 2.0  # between a rank's connection closing and its process having a status
+CHECK_S = 0.5  # how often a caller who waits looks after the ranks
+STOPPED_S = 3.0  # a rank that a signal stops for longer is taken for lost
 POLL_S = 0.1  # where the system cannot wait for a process (no pidfd)
+PROCESS_ENDED = "process ended"  # what a selector's key stands for
 
 
-@dataclass(eq=False)
-class _Rank:
-    rank: int
-    process: subprocess.Popen[bytes]
-    sock: socket.socket
-    stacks: BinaryIO
-    pidfd: int | None
-    to_send: deque[memoryview] = field(default_factory=deque)
-    header: np.ndarray = field(default_factory=lambda: np.empty(HEADER.size, dtype=np.uint8))
-    payload: np.ndarray | None = None  # None while the header is read
-    filled: int = 0
-    messages: deque[tuple[Kind, np.ndarray]] = field(default_factory=deque)
-    error: dict[str, Any] | None = None
-    hung_up: bool = False
+class Watch:
+    """Looks, while the caller waits, whether the ranks advance: whether any counter of the board moves.
 
-    def status(self) -> int | None:
-        """As ``Popen.returncode``, without reaping: until then the process id cannot become somebody else's."""
-        if self.process.returncode is not None:
-            return self.process.returncode
-        try:
-            info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # the program reaps all children itself
-            return self.process.poll()
-        if info is None:
-            return None
-        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+    Counters move at each collective, several times in each layer. So however long a step takes, a healthy one moves
+    them within seconds; a rank that loops, hangs or waits for a message that never comes stops all of them.
+    """
 
-    def read(self) -> None:
-        """Take in what has arrived, without waiting."""
-        while not self.hung_up:
-            buffer = self.header if self.payload is None else self.payload
-            if self.filled < len(buffer):
-                try:
-                    count = self.sock.recv_into(buffer.data[self.filled :])
-                except BlockingIOError:
-                    return
-                except ConnectionError:
-                    count = 0
-                self.hung_up = not count
-                self.filled += count
-                continue
-            self.filled = 0
-            if self.payload is None:
-                self.payload = np.empty(HEADER.unpack(self.header.tobytes())[1], dtype=np.uint8)
-                continue
-            kind, payload, self.payload = Kind(HEADER.unpack(self.header.tobytes())[0]), self.payload, None
-            if kind == Kind.ERROR:
-                self.error = json.loads(payload.tobytes())
-            else:
-                self.messages.append((kind, payload))
+    def __init__(self, ranks: list[RankPeer], board: BinaryIO, stall_timeout: float):
+        self._ranks, self._board, self._stall_timeout = ranks, board, stall_timeout
+        self.seen = read_board(board, len(ranks))
+        self._moved = self._looked = time.monotonic()
+        self._stopped: dict[int, float] = {}
 
-    def write(self) -> None:
-        """Send what can be sent, without waiting."""
-        while self.to_send and not self.hung_up:
-            try:
-                count = self.sock.sendmsg(list(self.to_send)[:16])
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                self.hung_up = True
-                return
-            while count or (self.to_send and not self.to_send[0].nbytes):
-                part = self.to_send.popleft()
-                if part.nbytes > count:
-                    self.to_send.appendleft(part[count:])
-                    break
-                count -= part.nbytes
+    def advanced(self) -> None:
+        """There has been another sign of life."""
+        self._moved = time.monotonic()
+
+    def check(self, late: list[int], stage: str) -> None:
+        """RankError that names a rank, if one of those that are ``late`` is stopped or stuck."""
+        now = time.monotonic()
+        if now - self._looked < CHECK_S:
+            return
+        self._looked = now
+        for rank in self._ranks:
+            since = self._stopped.setdefault(rank.rank, now) if rank.is_stopped() else self._stopped.pop(rank.rank, now)
+            if now - since >= min(STOPPED_S, self._stall_timeout):
+                raise stopped(rank, now - since, stage)
+        counts = read_board(self._board, len(self._ranks))
+        if not np.array_equal(self.seen, counts):
+            self.seen, self._moved = counts, now
+        elif now - self._moved >= self._stall_timeout and not self._stopped:
+            raise stuck(self._ranks, self.seen, late, self._stall_timeout, stage)
 
 
 class RankProcesses:
     """Use ``start``. One thread at a time, except for ``kill_processes``."""
 
-    def __init__(self, ranks: list[_Rank], board: BinaryIO, release: threading.Event):
+    def __init__(self, ranks: list[RankPeer], board: BinaryIO, release: threading.Event):
         self._ranks = ranks
         self._board = board
         self._release = release
         self._owner_pid = os.getpid()
-        self._steps = 0
+        self._steps = self._replies = 0
+        self._reply: np.ndarray | None = None
         self.closed = False
         self._selector = selectors.DefaultSelector()
         for rank in ranks:
             self._selector.register(rank.sock, selectors.EVENT_READ, rank)
             if rank.pidfd is not None:
-                self._selector.register(rank.pidfd, selectors.EVENT_READ, None)
+                self._selector.register(rank.pidfd, selectors.EVENT_READ, PROCESS_ENDED)
         self._poll_s = None if all(rank.pidfd is not None for rank in ranks) else POLL_S
 
     @classmethod
@@ -136,7 +103,7 @@ class RankProcesses:
         threads = threads_per_rank or max(1, _num_cores() // size)
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as ours_only_now:
             board = undo.enter_context(tempfile.TemporaryFile())
-            board.truncate(8 * size)
+            board.truncate(BOARD_ROW_BYTES * size)
             # Listening here and handing the socket to rank 0: a free port that nobody can take in between.
             store = ours_only_now.enter_context(socket.create_server(("127.0.0.1", 0), backlog=4 * size))
             commands, socks, stacks = [], [], []
@@ -152,11 +119,11 @@ class RankProcesses:
                 commands.append((command, (*passed, *fds, *([store.fileno()] if rank == 0 else []))))
             processes, release = _spawn(commands, _environment(env, threads, str(hello["device"])))
             undo.callback(release.set)
-            ranks: list[_Rank] = []
+            ranks: list[RankPeer] = []
             for process, sock, stack in zip(processes, socks, stacks):
                 sock.setblocking(False)
                 pidfd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
-                ranks.append(_Rank(len(ranks), process, sock, stack, pidfd))
+                ranks.append(RankPeer(len(ranks), process, sock, stack, pidfd))
             self = cls(ranks, board, release)
             undo.pop_all()
             for peer in ranks:
@@ -176,39 +143,44 @@ class RankProcesses:
         """Wait for all; returns what each says of its loading."""
         reports: list[dict[str, Any] | None] = [None] * len(self._ranks)
         waiting = {rank.rank for rank in self._ranks}
-        deadline = time.monotonic() + timeout
+        watch = Watch(self._ranks, self._board, timeout)
         while waiting:
-            if not self._pump(deadline):
-                raise self._late(sorted(waiting), f"did not start: no word from any rank for {timeout:g} s")
+            self._pump(CHECK_S)
             for rank, kind, payload in self._take_messages():
-                deadline = time.monotonic() + timeout  # a rank that makes progress may take as long as it likes
+                watch.advanced()
                 news = json.loads(payload.tobytes())
                 if kind == Kind.READY:
                     waiting.discard(rank)
                     reports[rank] = news["load"]
                 elif progress is not None:
                     progress(rank, news["done"], news["total"], news["label"])
+            watch.check(sorted(waiting), self._stage)
         return reports
 
     def send(self, kind: Kind, words: np.ndarray) -> None:
-        """Send to every rank; ``words`` must stay as they are until ``wait_reply`` returns."""
+        """Send to every rank; ``words`` must stay as they are until the reply is there."""
         self._steps += 1
         for rank in self._ranks:
             self._queue(rank, kind, words.view(np.uint8).data)
 
-    def wait_reply(self, timeout: float) -> np.ndarray:
-        """Rank 0's reply, once the step has been sent to all."""
-        deadline = time.monotonic() + timeout
-        reply = None
-        while reply is None or any(rank.to_send for rank in self._ranks):
-            if not self._pump(deadline):
-                finished = self._finished()
-                late = [r for r in range(len(finished)) if finished[r] < self._steps] or [0]
-                raise self._late(late, f"did not answer step {self._steps} within {timeout:g} s")
+    def wait_reply(self, stall_timeout: float, interrupt: DeferredInterrupt) -> np.ndarray | None:
+        """Rank 0's reply, once the step is sent to all; None if an interrupt came first: call again, or let it be.
+
+        Replies to steps that nobody waits for any more are dropped.
+        """
+        watch = Watch(self._ranks, self._board, stall_timeout)
+        while True:
             for _, kind, payload in self._take_messages():
                 if kind == Kind.REPLY:
-                    reply = payload
-        return reply
+                    self._replies += 1
+                    self._reply = payload
+            if self._replies == self._steps and not any(rank.to_send for rank in self._ranks):
+                reply, self._reply = self._reply, None
+                return reply
+            if interrupt.pending:
+                return None
+            self._pump(CHECK_S)
+            watch.check(np.flatnonzero(watch.seen[:, STEPS] < self._steps).tolist() or [0], self._stage)
 
     def close(self) -> None:
         """Let the ranks end by themselves, within limits."""
@@ -220,7 +192,7 @@ class RankProcesses:
                 self._queue(rank, Kind.CLOSE)
             deadline = time.monotonic() + CLOSE_GRACE_S
             while any(rank.status() is None for rank in self._ranks) and time.monotonic() < deadline:
-                self._pump(deadline, ending=True)
+                self._pump(min(CHECK_S, max(deadline - time.monotonic(), 0)), ending=True)
         self.kill()
 
     def kill(self) -> None:
@@ -247,25 +219,25 @@ class RankProcesses:
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
-    def _queue(self, rank: _Rank, kind: Kind, *parts: memoryview) -> None:
+    def _queue(self, rank: RankPeer, kind: Kind, *parts: memoryview) -> None:
         rank.to_send += [memoryview(HEADER.pack(kind, sum(part.nbytes for part in parts))), *parts]
         rank.write()
         self._watch(rank)
 
-    def _watch(self, rank: _Rank) -> None:
+    def _watch(self, rank: RankPeer) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.to_send else 0)
         if rank.sock in self._selector.get_map() and self._selector.get_key(rank.sock).events != events:
             self._selector.modify(rank.sock, events, rank)
 
-    def _pump(self, deadline: float, *, ending: bool = False) -> bool:
-        """Sleep until something happens and take it in; ``False`` at the deadline. Raises if a rank has failed."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        ready = self._selector.select(left if self._poll_s is None else min(left, self._poll_s))
+    def _pump(self, seconds: float, *, ending: bool = False) -> None:
+        """Sleep until something happens, or for some seconds, and take it in. Raises if a rank has failed."""
+        ready = self._selector.select(seconds if self._poll_s is None else min(seconds, self._poll_s))
+        gone = False
         for key, events in ready:
-            if key.data is None:
-                self._selector.unregister(key.fileobj)
+            if not isinstance(key.data, RankPeer):
+                if key.data == PROCESS_ENDED:
+                    gone = True
+                    self._selector.unregister(key.fileobj)
                 continue
             if events & selectors.EVENT_READ:
                 key.data.read()
@@ -274,10 +246,13 @@ class RankProcesses:
             self._watch(key.data)
             if key.data.hung_up:
                 self._selector.unregister(key.fileobj)
-        gone = any(rank.hung_up for rank in self._ranks) or any(key.data is None for key, _ in ready)
+        gone = gone or any(rank.hung_up for rank in self._ranks)
         if not ending and (gone or any(rank.error for rank in self._ranks) or (self._poll_s and self._any_ended())):
-            raise self._failed()
-        return True
+            raise failed(self._ranks, self._stage)
+
+    @property
+    def _stage(self) -> str:
+        return f"in step {self._steps}" if self._steps else "at its start"
 
     def _any_ended(self) -> bool:
         return any(rank.status() is not None for rank in self._ranks)
@@ -286,77 +261,6 @@ class RankProcesses:
         for rank in self._ranks:
             while rank.messages:
                 yield rank.rank, *rank.messages.popleft()
-
-    # ---- what went wrong --------------------------------------------------------------------------------------------
-
-    def _failed(self) -> errors.GraphsrtError:
-        """The failure that came first: others may be its consequences, such as a peer's lost connection."""
-        until = time.monotonic() + DIAGNOSIS_S
-        while time.monotonic() < until and not all(r.error or r.hung_up for r in self._ranks):
-            for rank in self._ranks:
-                rank.read()
-            if self._any_ended():
-                break
-            time.sleep(0.01)
-        until = time.monotonic() + EXIT_STATUS_S
-        while time.monotonic() < until and any(r.hung_up and r.status() is None for r in self._ranks):
-            time.sleep(0.005)
-        for rank in self._ranks:
-            rank.read()
-        # A rank with an error stays alive. So a dead one died of something else, and its peers' errors follow from it.
-        dead = [r for r in self._ranks if r.error is None and (r.hung_up or r.status() is not None)]
-        if dead:
-            return self._died(dead[0])
-        first = min((r for r in self._ranks if r.error), key=lambda r: r.error["when"])  # type: ignore[index]
-        error = first.error
-        assert error is not None
-        where = RankError(explain(f"rank {first.rank} failed: {error['type']}", got=error["traceback"]), first.rank)
-        own = getattr(errors, error["type"], None)
-        if own in (errors.CheckpointError, errors.CompileError):
-            refusal: errors.GraphsrtError = own(error["message"])
-            refusal.__cause__ = where
-            return refusal
-        return where
-
-    def _died(self, rank: _Rank) -> RankError:
-        status = rank.status()
-        hint = None
-        if status is None:
-            how = "closed its connection"
-        elif status < 0:
-            how = f"was killed by {_signal_name(-status)}"
-            if -status == signal.SIGKILL:
-                hint = "if nobody killed it, the system may have run out of memory: look at the kernel's log"
-        else:
-            how = f"ended with exit code {status}"
-        stage = f"in step {self._steps}" if self._steps else "at its start"
-        headline = f"rank {rank.rank} {how} {stage}"
-        return RankError(explain(headline, got=self._stack(rank) or None, hint=hint), rank.rank)
-
-    def _late(self, late: list[int], what: str) -> RankError:
-        """Name the ranks that hold up the others: stopped ones, or else those furthest behind; show where they are."""
-        finished = self._finished()
-        stopped = [r for r in late if _process_state(self._ranks[r].process.pid) in ("T", "t")]
-        behind = [r for r in late if finished[r] == min(finished[late])]
-        suspects = stopped or behind
-        for r in suspects:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._ranks[r].process.pid, STACK_SIGNAL)
-        time.sleep(0.3)  # to write the stacks
-        lines = []
-        for r in suspects[:4]:
-            state = " is stopped (SIGSTOP, or a debugger)" if r in stopped else ""
-            lines.append(f"rank {r}{state}: {finished[r]} steps done\n{self._stack(self._ranks[r])}".rstrip())
-        names = f"rank {suspects[0]}" if len(suspects) == 1 else f"ranks {', '.join(map(str, suspects))}"
-        return RankError(explain(f"{names} {what}", got="\n".join(lines)), suspects[0])
-
-    def _finished(self) -> np.ndarray:
-        """Steps finished, by rank; each rank counts for itself."""
-        return np.frombuffer(os.pread(self._board.fileno(), 8 * len(self._ranks), 0), dtype=np.int64)
-
-    def _stack(self, rank: _Rank) -> str:
-        size = os.fstat(rank.stacks.fileno()).st_size
-        return os.pread(rank.stacks.fileno(), min(size, 8000), max(0, size - 8000)).decode(errors="replace").strip()
 
 
 def _spawn(
@@ -418,18 +322,3 @@ def _environment(extra: Mapping[str, str], threads: int, device: str) -> dict[st
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _process_state(pid: int) -> str | None:
-    """The letter of ``ps``, where there is a /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -10,7 +10,6 @@ import ctypes
 import faulthandler
 import importlib
 import json
-import mmap
 import os
 import select
 import signal
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from graphsrt.runtime.rank_peer import ENTERED, STEPS, share_board
 from graphsrt.runtime.wire import STACK_SIGNAL, Kind, StepReply, encode_reply, receive, send
 
 if TYPE_CHECKING:
@@ -103,12 +103,11 @@ def _serve(connection: _Connection, board_fd: int) -> None:
     hello_data = json.loads(hello.tobytes())
     init = _expect(connection, Kind.INIT).tobytes()
     rank, size = hello_data["rank"], hello_data["size"]
-    # Each rank counts its finished steps in its own word of memory shared with the caller, who looks only when a step
-    # is late: acknowledgements would wake the caller once per rank and step for nothing.
-    finished = np.frombuffer(mmap.mmap(board_fd, 8 * size), dtype=np.int64)
+    counts = share_board(board_fd, size)[rank]
     module, _, name = hello_data["runner"].partition(":")
     factory: Factory = getattr(importlib.import_module(module), name)
     collectives = _join_group(hello_data)
+    collectives.meeting.counts = counts[ENTERED:]
     runner = factory(rank, size, collectives, init)
     del init
     report = getattr(runner, "load_report", None)
@@ -119,7 +118,7 @@ def _serve(connection: _Connection, board_fd: int) -> None:
             break
         assert kind == Kind.STEP, kind
         reply = runner.step(payload.view(np.int64))
-        finished[rank] += 1
+        counts[STEPS] += 1
         if rank == 0:
             connection.send(Kind.REPLY, encode_reply(reply))
         del payload, reply
@@ -163,6 +162,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "message": str(error),
+        "rank": getattr(error, "rank", None),
         "traceback": "".join(traceback.format_exception(error)),
         # One clock for all processes of a machine: the earliest error is the cause, the others follow from it.
         "when": time.clock_gettime(time.CLOCK_MONOTONIC),

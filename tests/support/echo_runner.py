@@ -18,7 +18,7 @@ from graphsrt.errors import CheckpointError
 from graphsrt.runtime.wire import StepReply
 from graphsrt.runtime.workers import report_progress
 
-SUM, LOGITS, RAISE, SLEEP, EXIT, INFO, SPAWN = range(7)
+SUM, LOGITS, RAISE, SLEEP, EXIT, INFO, SPAWN, SPIN, SKIP, LONG = range(10)
 
 
 class EchoRunner:
@@ -49,6 +49,24 @@ class EchoRunner:
             x = torch.ones(1)
         elif command == INFO:
             x = torch.tensor([torch.get_num_threads(), int(os.environ.get("ECHO", "0"))])
+        elif command == SPIN:
+            # In C++, without Python's lock and without a look at signals.
+            if self.rank == arguments[0]:
+                deadline = time.monotonic() + float(arguments[1])
+                while time.monotonic() < deadline:
+                    a = torch.ones(300, 300, dtype=torch.float64)
+                    for _ in range(200):
+                        a = a @ a * 0
+            x = torch.ones(1)
+        elif command == SKIP:
+            if self.rank == arguments[0]:
+                return None
+            x = torch.ones(1)
+        elif command == LONG:
+            for _ in range(int(arguments[0]) - 1):
+                time.sleep(arguments[1] / 1000)
+                self.collectives.all_reduce(torch.ones(1))
+            x = torch.full((1,), arguments[0] // self.size)
         elif command == SPAWN:
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             pids = torch.zeros(self.size, dtype=torch.int64)

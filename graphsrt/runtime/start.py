@@ -1,0 +1,142 @@
+"""Where the ranks of a model run, and how they are started: here, in processes of ours, or under ``torchrun``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from graphsrt.errors import explain
+from graphsrt.lowering.collectives import ProcessCollectives
+from graphsrt.models.checkpoint import Checkpoint, SafetensorsCheckpoint, StateDictCheckpoint
+from graphsrt.models.memory_file import write_safetensors_memfd
+from graphsrt.models.source import ModelSource
+from graphsrt.program import Program
+from graphsrt.recipes import leaves
+from graphsrt.runtime.agreement import COMPARE_EVERY
+from graphsrt.runtime.executor import STALL_TIMEOUT_S, GroupExecutor, LocalExecutor, WorkersExecutor
+from graphsrt.runtime.model_runner import EngineSizes, RankInit, rank_runner, simulated_runner, text_hash
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How ranks run; see :func:`graphsrt.compile`. ``group_size``: processes of ``torchrun``, 0 without it."""
+
+    backend: str
+    device: str = "cpu"
+    group_size: int = 0
+    threads_per_rank: int | None = None
+    stall_timeout: float = STALL_TIMEOUT_S
+    compare_every: int = COMPARE_EVERY
+    progress: bool = False
+
+
+def start_ranks(
+    source: ModelSource, program: Program, sizes: EngineSizes, tp: int, options: RankOptions, *, simulated: bool = False
+) -> LocalExecutor | WorkersExecutor | GroupExecutor:
+    """Load the program's weights where they are to be used. Raises as :func:`graphsrt.compile`."""
+    checkpoint = source.require_checkpoint()
+    if simulated:
+        return LocalExecutor(simulated_runner(program, checkpoint, sizes))
+    if options.group_size:
+        return _in_group(program, checkpoint, sizes, tp, options)
+    if tp > 1:
+        return _in_processes(program, checkpoint, source.module is not None, sizes, tp, options)
+    with Bar("load", options.progress) as tell:
+        return LocalExecutor(
+            rank_runner(
+                program, 0, None, checkpoint, sizes, backend=options.backend, device=options.device, progress=tell
+            )
+        )
+
+
+def _in_processes(
+    program: Program, checkpoint: Checkpoint, in_memory: bool, sizes: EngineSizes, tp: int, options: RankOptions
+) -> WorkersExecutor:
+    tell: Callable[[int, int, str], None]
+
+    @contextmanager
+    def init() -> Iterator[tuple[bytes, Sequence[int]]]:
+        """What ranks are started with, and started again. A copy of weights in memory is there only as long as this."""
+        nonlocal tell
+        fds: list[int] = []
+        given = checkpoint
+        try:
+            if isinstance(checkpoint, StateDictCheckpoint) and in_memory:
+                fds.append(write_safetensors_memfd({name: checkpoint.read(name) for name in _needed(program)}))
+                given = SafetensorsCheckpoint(f"/proc/self/fd/{fds[0]}")
+            about = RankInit(
+                str(program), text_hash(program), given.spec(), sizes, options.backend, options.device,
+                options.compare_every,
+            )  # fmt: skip
+            with Bar("load", options.progress) as tell:
+                yield pickle.dumps(about), fds
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def tell_of_rank_0(rank: int, done: int, total: int, label: str) -> None:
+        if rank == 0:
+            tell(done, total, label)
+
+    return WorkersExecutor(
+        tp, "graphsrt.runtime.model_runner:create", init, device=options.device,
+        threads_per_rank=options.threads_per_rank, progress=tell_of_rank_0, stall_timeout=options.stall_timeout,
+    )  # fmt: skip
+
+
+def _needed(program: Program) -> list[str]:
+    return sorted({leaf for weight in program.weights.values() for leaf in leaves(weight.recipe)})
+
+
+def _in_group(
+    program: Program, checkpoint: Checkpoint, sizes: EngineSizes, tp: int, options: RankOptions
+) -> GroupExecutor:
+    if options.group_size != tp:
+        raise ValueError(
+            explain("tp must be the number of processes that torchrun started", expected=str(options.group_size),
+                    got=str(tp))
+        )  # fmt: skip
+    device = options.device
+    if torch.device(device).type == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(device)
+    collectives = ProcessCollectives.over_world(options.stall_timeout)
+    runner = rank_runner(
+        program, collectives.rank, collectives, checkpoint, sizes, backend=options.backend, device=device,
+        compare_every=options.compare_every,
+    )  # fmt: skip
+    return GroupExecutor(collectives, runner)
+
+
+def group_size(device: str) -> int:
+    """Size of the process group that ``torchrun`` (or the caller) has set up; 0 if there is none."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    if "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ:
+        torch.distributed.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo")
+        return torch.distributed.get_world_size()
+    return 0
+
+
+class Bar:
+    """A progress bar that is told ``(done, total, label)``; silent unless asked for."""
+
+    def __init__(self, label: str, show: bool):
+        self._bar = tqdm(desc=label, disable=not show, unit="", leave=False)
+
+    def __enter__(self) -> Callable[[int, int, str], None]:
+        return self._tell
+
+    def _tell(self, done: int, total: int, label: str) -> None:
+        self._bar.total = total
+        self._bar.set_postfix_str(label[-40:], refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
