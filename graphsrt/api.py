@@ -142,7 +142,7 @@ def compile(
         _verify(source, tp, chosen, strict).raise_if_bad()
     if source.checkpoint is None:
         return CompiledModel(source, stages, None, None, "a config has no weights")
-    program = _with_checkpoint_names(stages, source)
+    program = with_checkpoint_names(stages, source)
     if "logit_rows" not in program.inputs:
         return CompiledModel(source, stages, None, None, "page_attention and select_logit_rows did not run")
     sizes = _sizes(program, page_size, max_total_tokens, max_running, max_tokens_per_step)
@@ -225,7 +225,7 @@ def _capture(source: ModelSource, tp: int, context_length: int | None) -> Progra
     return program
 
 
-def _with_checkpoint_names(stages: Stages, source: ModelSource) -> Program:
+def with_checkpoint_names(stages: Stages, source: ModelSource) -> Program:
     """Settle which checkpoint tensor every parameter comes from; all missing and left-over tensors are one error."""
     captured = stages.programs[0][1]
     expected = {leaf: w.shape for w in captured.weights.values() for leaf in leaves(w.recipe)}

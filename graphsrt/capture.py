@@ -21,8 +21,10 @@ import torch.fx as fx
 from torch import nn
 
 from graphsrt import ops
+from graphsrt.check_tokens import check_tokens
 from graphsrt.errors import CompileError, explain
 from graphsrt.models import experts
+from graphsrt.models.stateful import check_stateless
 from graphsrt.program import Input, Program, Weight, arguments, aten
 from graphsrt.recipes import Ckpt, Const
 
@@ -216,6 +218,7 @@ def capture(model: Any, *, context_length: int, name: str | None = None) -> Prog
     AttentionInterface.register(INTERFACE, _attention)
     config = model.config
     check_config(config)
+    check_stateless(model)
     for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         part._attn_implementation = INTERFACE
     experts.settle(model, INTERFACE)
@@ -247,6 +250,7 @@ def capture(model: Any, *, context_length: int, name: str | None = None) -> Prog
         "num_layers": len(program.calls(ops.attention)),
     }
     _check_attention(program, text)
+    check_tokens(program)
     return program
 
 

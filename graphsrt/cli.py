@@ -384,6 +384,37 @@ def plan(
 
 
 @app.command()
+def coverage(
+    only: Annotated[str, typer.Option("--only", metavar="TYPE,…", help="Model types such as llama; default all.")] = "",
+    tp: Annotated[
+        str, typer.Option("--tp", metavar="N,…", help="Ranks, 1 first: others are compared with it.")
+    ] = "1,2,4,8",
+    heads: Annotated[str, typer.Option("--heads", metavar="H/K,…", help="Tiny head counts: 8/4, 9/3.")] = "8/4",
+    jobs: Annotated[int, typer.Option("--jobs", help="Processes at a time.")] = 1,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for one architecture.")] = 300.0,
+    results: Annotated[
+        Path | None, typer.Option("--results", metavar="FILE", help="Rows as JSON lines; default in the cache folder.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what this version has measured.")] = False,
+    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table there.")] = None,
+    reasons: Annotated[bool, typer.Option("--reasons", help="Group what is not ok by its reason.")] = False,
+) -> None:
+    """Shard every causal LM of transformers as a tiny model, run it on simulated ranks and compare; a table."""
+    from graphsrt.coverage.driver import cover
+
+    numbers = [part.strip() for part in tp.split(",") if part.strip()]
+    if not numbers or not all(part.isdecimal() and int(part) > 0 for part in numbers):
+        raise typer.BadParameter(f"--tp takes numbers with commas between them, got {tp!r}")
+    print(
+        cover(
+            only=[name.strip() for name in only.split(",") if name.strip()], tps=[int(part) for part in numbers],
+            heads=[part.strip() for part in heads.split(",")], processes=jobs, timeout_s=timeout, results=results,
+            fresh=fresh, markdown=markdown, reasons=reasons,
+        )
+    )  # fmt: skip
+
+
+@app.command()
 def cache(
     kinds: Annotated[list[str], typer.Argument(metavar="[KIND]...", help=f"{', '.join(CACHE_KINDS)}")] = [],  # noqa: B006
     clear: Annotated[bool, typer.Option("--clear", help="Remove what is listed.")] = False,

@@ -1,0 +1,164 @@
+"""What a sharded program costs: bytes of a rank against its share, and collectives against the fewest possible.
+
+Written against the final graph alone, with nothing of ``shard_tensor_parallel``: a matrix that stays whole and a
+collective too many are found by looking.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import prod
+
+import torch.fx as fx
+
+from graphsrt import ops
+from graphsrt.dump import weight_bytes
+from graphsrt.passes.runner import Stages
+from graphsrt.placement import Shard
+from graphsrt.program import Program, Weight, aten, target_name
+
+SMALL = 4
+"""Values of a token in a collective that is not counted: the sums of a norm over a divided width."""
+
+
+@dataclass
+class Audit:
+    """``faults`` in words; empty for a program that is divided as well as it can be."""
+
+    bytes_per_rank: int
+    total_bytes: int
+    whole_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes on every rank of what stays whole: norms, routers, tables, biases; and of padding and replicas."""
+    collectives: dict[str, int] = field(default_factory=dict)
+    """Layer (or "ends") -> collectives in it; small ones under "small"."""
+    faults: list[str] = field(default_factory=list)
+
+
+def audit(stages: Stages) -> Audit:
+    """Compare the final program of ``stages`` with the captured one."""
+    final, captured = stages.final, stages.programs[0][1]
+    ranks = final.mesh.get("tp", 1)
+    total = sum(map(weight_bytes, captured.weights.values()))
+    result = Audit(sum(map(weight_bytes, final.weights.values())), total)
+    if ranks == 1:
+        return result
+    _bytes(final, ranks, result)
+    _collectives(final, _budgets(captured), result)
+    return result
+
+
+def _bytes(program: Program, ranks: int, result: Audit) -> None:
+    whole: dict[str, int] = defaultdict(int)
+    left: list[str] = []
+    for name, weight in program.weights.items():
+        size = weight_bytes(weight)
+        if isinstance(weight.placement, Shard):
+            extra = size - size * weight.placement.layout.size // (weight.placement.layout.local_size * ranks)
+            if weight.placement.layout.local_size >= weight.placement.layout.size > 1:
+                result.faults.append(f"{name} {list(weight.shape)} is held whole, as replicas")
+            if extra:
+                whole["padding and replicas"] += extra
+        elif _is_matrix(weight):
+            users = list(program.weight_node(name).users)
+            if any(_is_router(user) for user in users):
+                whole["routers"] += size
+            elif "rope" in target_name(users[0].target) or _is_computed(weight):
+                whole["tables"] += size
+            else:
+                left.append(f"{name} {list(weight.shape)}")
+                whole["matrices"] += size
+        else:
+            whole["norms and biases"] += size
+    result.whole_bytes = dict(whole)
+    if left:
+        refused = {miss.reason for report in program.history for miss in report.near_misses
+                   if report.name == "shard_tensor_parallel"}  # fmt: skip
+        why = f" ({' / '.join(sorted(refused)[:3])})" if refused else ""
+        result.faults.append(f"{len(left)} matrices stay whole: {', '.join(left[:3])}{why}")
+
+
+def _is_matrix(weight: Weight) -> bool:
+    return sum(size > 1 for size in weight.shape) > 1 and weight.dtype.is_floating_point
+
+
+def _is_computed(weight: Weight) -> bool:
+    """Made from no checkpoint tensor: a rotary table, a constant."""
+    from graphsrt.recipes import leaves
+
+    return not leaves(weight.recipe)
+
+
+def _is_router(node: fx.Node) -> bool:
+    """Whether the linear's result decides which experts a token goes to: it reaches a top-k or a choice of experts
+    before it reaches another linear."""
+    stack, seen = [node], set()
+    while stack:
+        value = stack.pop()
+        for user in value.users:
+            name = target_name(user.target)
+            if "topk" in name or "moe" in name or "experts" in name:
+                return True
+            if user in seen or user.target in (aten.linear.default, ops.attention) or user.op != "call_function":
+                continue
+            if prod(s for s in _sizes(user) if s > 0) > 4096:
+                continue
+            seen.add(user)
+            stack.append(user)
+    return False
+
+
+def _sizes(node: fx.Node) -> list[int]:
+    val = node.meta.get("val")
+    return [size if isinstance(size, int) else -1 for size in getattr(val, "shape", ())]
+
+
+def layer_of(node: fx.Node) -> str:
+    """``layers.3`` of the module path that made a value; "ends" outside of the layers."""
+    found = re.match(r"((?:[A-Za-z_]+\.)*?[A-Za-z_]+\.\d+)(?:\.|$)", node.meta.get("module", ""))
+    return found.group(1) if found else "ends"
+
+
+def _collectives(program: Program, budgets: dict[str, int], result: Audit) -> None:
+    counts: dict[str, int] = defaultdict(int)
+    for node in program.nodes:
+        if node.target not in ops.COLLECTIVES:
+            continue
+        per_token = prod(s for s in _sizes(node) if s > 0)
+        if per_token <= SMALL:
+            counts["small"] += 1
+        else:
+            counts[layer_of(node)] += 1
+    result.collectives = dict(counts)
+    for layer, count in counts.items():
+        if layer == "small":
+            continue
+        budget = budgets.get(layer, 2)
+        if count > budget:
+            result.faults.append(f"{count} collectives in {layer}, {budget} would do")
+
+
+def _budgets(captured: Program) -> dict[str, int]:
+    """The fewest large collectives of each layer: one for attention, one more where an MLP reads what it made.
+
+    Seen in the captured graph: linears of a layer that read attention's result through another linear are a second
+    step; linears that do not are completed together with attention's own. "ends": embedding and logits.
+    """
+    budgets = {"ends": 2}
+    after: dict[fx.Node, int] = {}  # value -> attention and linears of its layer on the longest way to it
+    layers: dict[fx.Node, str] = {}
+    for node in captured.graph.nodes:
+        if node.op != "call_function":
+            continue
+        layer = layers[node] = layer_of(node)
+        depth = max((after.get(n, 0) for n in node.all_input_nodes if layers.get(n) == layer), default=0)
+        if node.target is ops.attention:
+            depth = 1
+        elif node.target is aten.linear.default and depth >= 1:
+            depth += 1
+        after[node] = depth
+        if layer != "ends":
+            # attention, its own linear (2), then the pair of an MLP (3, 4): one more collective
+            budgets[layer] = max(budgets.get(layer, 1), 2 if depth >= 3 else 1)
+    return budgets
