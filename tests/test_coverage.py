@@ -57,13 +57,13 @@ def test_driver_keeps_rows_and_resumes(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_crash_and_a_hang_are_rows(tmp_path: Path) -> None:
-    """A process without memory and one that takes too long cost one row each, and the next one runs."""
+    """A process that ends without a word and one that takes too long cost one row each, and the next one runs."""
     results = Results(tmp_path / "rows.jsonl")
-    run_jobs([Job("mamba", "8/4", (1,))], results, memory_bytes=1 << 20)
+    run_jobs([Job("mamba", "no such sizes", (1,))], results)
     run_jobs([Job("jamba", "8/4", (1,))], results, timeout_s=0.0)
     run_jobs([Job("rwkv", "8/4", (1,))], results)
     mamba, jamba, rwkv = results.rows.values()
-    assert table.status(mamba) == "crashed" and "ended" in mamba["refused"]
+    assert table.status(mamba) == "crashed" and "ended with status 1" in mamba["refused"]
     assert table.status(jamba) == "crashed" and "no result after 0 s" in jamba["refused"]
     assert table.status(rwkv) == "refused" and "state that every token updates" in rwkv["refused"]
 
