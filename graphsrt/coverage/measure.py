@@ -64,9 +64,9 @@ class Row:
 def measure(model_type: str, sizes: str = "8/4", tps: tuple[int, ...] = (1, 2, 4, 8)) -> Row:
     """Run the whole comparison in this process. Errors that graphsrt raises on purpose become the row's reason."""
     start = time.monotonic()
-    row = Row(model_type, "", sizes)
+    row, heads = Row(model_type, "", sizes), SIZES[sizes]
     try:
-        model = tiny_model(model_type, SIZES[sizes])
+        model = tiny_model(model_type, heads)
     except Exception as error:  # noqa: BLE001  (transformers' own code raises anything; it is why there is no model)
         row.refused = f"transformers cannot build it: {_first_line(error)}"
         return row
