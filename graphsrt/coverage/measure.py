@@ -17,7 +17,7 @@ from graphsrt.coverage.tiny_config import CONTEXT, SIZES
 from graphsrt.coverage.tiny_model import eager_logits, tiny_model, tiny_tokens, worst
 from graphsrt.errors import GraphsrtError
 from graphsrt.models.source import resolve
-from graphsrt.models.stateful import is_stateful
+from graphsrt.models.stateful import check_stateless, is_stateful
 from graphsrt.passes import PIPELINE
 from graphsrt.passes.runner import run
 from graphsrt.program import Program
@@ -72,6 +72,11 @@ def measure(model_type: str, sizes: str = "8/4", tps: tuple[int, ...] = (1, 2, 4
         return row
     row.class_name = type(model).__name__
     row.kind = kind(model.config, is_stateful(model))
+    try:
+        check_stateless(model)
+    except GraphsrtError as error:
+        row.refused = " ".join(str(error).split())
+        return row
     try:
         wanted = {count: eager_logits(model, tiny_tokens(count, seed=count)) for count in TOKENS}
         sequences = [tiny_tokens(count, seed=count + 50) for count in LENGTHS]

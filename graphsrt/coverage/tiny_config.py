@@ -229,6 +229,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 1]], "num_layers": 2, "attention_layers": ["global", "local"],
     },
     "inkling2_loop_text": {"n_layers_per_attn_res_block": 1},
+    "helium": {"head_dim": lambda s: s.width_per_head},  # its width is that of its heads
     "llama4_text": {"interleave_moe_layer_step": 2},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
