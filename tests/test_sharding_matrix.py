@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import graphsrt
 from graphsrt import ops
+from graphsrt.coverage.pieces import PAGE, run_pieces
 from graphsrt.dump import weight_bytes
 from graphsrt.placement import Replicate, Shard
 from graphsrt.program import aten
-from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode
-from graphsrt.runtime.model_runner import EngineSizes, ModelRunner, simulated_runner
+from graphsrt.runtime.model_runner import EngineSizes, simulated_runner
 from tests.support import tiny
 from tests.support.captures import compiled, shared, traced
 
-PAGE = 4
 TOKENS = (1, 2, 7, 37)
 RANKS: dict[tuple[int, int], list[int]] = {}
 for _heads, _kv, _tp in tiny.HEADS:
@@ -99,70 +97,15 @@ def allowed_bytes(sharded: Any, whole: dict[str, Any], heads: int, kv_heads: int
 # -- in pieces ---------------------------------------------------------------------------------------------------------
 
 
-class Feeder:
-    """Feeds sequences to a runner piece by piece, as a scheduler would, with slots of our choosing."""
-
-    def __init__(self, runner: ModelRunner, sizes: EngineSizes, sequences: list[list[int]]):
-        self.runner = runner
-        self.sequences = sequences
-        self.done = [0] * len(sequences)
-        self.rows = [3, 1, 2][: len(sequences)]
-        # Pages of different sequences alternate, in no order; page 0 stays unused.
-        pages = np.random.default_rng(0).permutation(np.arange(1, sizes.num_pages))
-        self.slots = [
-            (pages[i :: len(sequences)][:, None] * PAGE + np.arange(PAGE)).reshape(-1) for i in range(len(sequences))
-        ]
-        self.logits: list[list[torch.Tensor]] = [[] for _ in sequences]
-
-    def step(self, counts: dict[int, int], *, padded: int = 0) -> None:
-        """One step with so many next tokens of each sequence; sequences that decode come first, as in MIXED steps."""
-        order = list(counts)
-        spans = {s: range(self.done[s], self.done[s] + counts[s]) for s in order}
-        total = sum(counts.values())
-        modes = {ForwardMode.DECODE if counts[s] == 1 else ForwardMode.EXTEND for s in order}
-        batch = ForwardBatch(
-            forward_mode=modes.pop() if len(modes) == 1 else ForwardMode.MIXED,
-            tokens=np.array([self.sequences[s][i] for s in order for i in spans[s]]),
-            positions=np.array([i for s in order for i in spans[s]]),
-            req_pool_indices=np.array([self.rows[s] for s in order]),
-            seq_lens=np.array([spans[s].stop for s in order]),
-            extend_seq_lens=np.array([counts[s] for s in order]),
-            out_cache_loc=np.array([self.slots[s][i] for s in order for i in spans[s]]),
-            logit_rows=np.arange(total),
-            temperature=np.zeros(total),
-            top_p=np.ones(total),
-            min_p=np.zeros(total),
-            top_k=np.zeros(total, dtype=np.int64),
-            uniform=np.zeros(total),
-            return_logits=True,
-        )
-        reply = self.runner.step((batch.padded(total + padded) if padded else batch).encode())
-        assert reply is not None and reply.logits is not None
-        start = 0
-        for s in order:
-            self.logits[s].append(reply.logits[start : start + counts[s]].clone())
-            start += counts[s]
-            self.done[s] += counts[s]
-
-
 def check_pieces(family: str, num_heads: int, kv_heads: int, tp: int, layers: int) -> None:
     """Chunked prefill and decode of two sequences in the same steps, through pages out of order."""
     model = compiled(family, num_heads, kv_heads, tp, layers)
     sequences = [tiny.tokens(23, seed=5), tiny.tokens(17, seed=6)]
     sizes = EngineSizes(max_running=4, context_length=tiny.CONTEXT, page_size=PAGE, num_pages=24)
     checkpoint = model.source.require_checkpoint()
-    feeder = Feeder(simulated_runner(model.program(), checkpoint, sizes), sizes, sequences)
-    feeder.step({0: 9})  # a chunk of the first prompt, longer than the window of 5
-    feeder.step({0: 6, 1: 4}, padded=3)  # positions begin at 9 in one sequence and at 0 in the other
-    feeder.step({0: 1, 1: 7})  # decode beside a chunk
-    feeder.step({1: 1, 0: 1})  # in the other order
-    feeder.step({0: 1, 1: 1}, padded=5)
-    for _ in range(4):
-        feeder.step({0: 1, 1: 1})
-    feeder.step({0: 1})
-    assert feeder.done == [23, 17]
-    for ids, parts in zip(sequences, feeder.logits):
-        assert tiny.worst(torch.cat(parts), model.logits(ids)) <= 1e-9
+    runner = simulated_runner(model.program(), checkpoint, sizes)
+    for ids, got in zip(sequences, run_pieces(runner, sizes, sequences)):
+        assert tiny.worst(got, model.logits(ids)) <= 1e-9
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from graphsrt.api import with_checkpoint_names
-from graphsrt.capture import capture, meta_twin
+from graphsrt.capture import capture
 from graphsrt.coverage.architectures import kind
 from graphsrt.coverage.audit import Audit, audit
 from graphsrt.coverage.pieces import LENGTHS, PAGE, Feeder, run_pieces
 from graphsrt.coverage.tiny_config import CONTEXT, SIZES
 from graphsrt.coverage.tiny_model import eager_logits, tiny_model, tiny_tokens, worst
 from graphsrt.errors import GraphsrtError
+from graphsrt.models.on_meta import on_meta
 from graphsrt.models.source import resolve
 from graphsrt.models.stateful import check_stateless, is_stateful
 from graphsrt.passes import PIPELINE
@@ -86,7 +87,7 @@ def measure(model_type: str, sizes: str = "8/4", tps: tuple[int, ...] = (1, 2, 4
         return row
     try:
         source = resolve(model, dtype=torch.float64)
-        program = capture(meta_twin(model, torch.float64), context_length=CONTEXT, name=model_type)
+        program = capture(on_meta(source), context_length=CONTEXT, name=model_type)
     except GraphsrtError as error:
         row.refused = " ".join(str(error).split())
         row.seconds = time.monotonic() - start

@@ -45,6 +45,7 @@ class Feeder:
             logit_rows=np.arange(total),
             temperature=np.zeros(total),
             top_p=np.ones(total),
+            min_p=np.zeros(total),
             top_k=np.zeros(total, dtype=np.int64),
             uniform=np.zeros(total),
             return_logits=True,
