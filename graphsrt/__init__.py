@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from graphsrt.passes import PIPELINE as PIPELINE
     from graphsrt.passes.rewriter import rewrite as rewrite
     from graphsrt.program import Program as Program
+    from graphsrt.runtime.drafter import PromptLookup as PromptLookup
     from graphsrt.runtime.results import Generation as Generation
     from graphsrt.runtime.sampling_params import SamplingParams as SamplingParams
+    from graphsrt.runtime.waiting_line import QueueFull as QueueFull
 
 __version__ = "0.1.0"
 
@@ -32,6 +34,7 @@ _WHERE = {
     "CompiledModel": "graphsrt.api", "Traced": "graphsrt.api",
     "Program": "graphsrt.program", "PIPELINE": "graphsrt.passes", "rewrite": "graphsrt.passes.rewriter",
     "SamplingParams": "graphsrt.runtime.sampling_params", "Generation": "graphsrt.runtime.results",
+    "PromptLookup": "graphsrt.runtime.drafter", "QueueFull": "graphsrt.runtime.waiting_line",
     "GraphsrtError": "graphsrt.errors", "CompileError": "graphsrt.errors", "CheckpointError": "graphsrt.errors",
     "RankError": "graphsrt.errors",
 }  # fmt: skip

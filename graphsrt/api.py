@@ -29,6 +29,7 @@ from graphsrt.runtime.engine import Engine
 from graphsrt.runtime.executor import STALL_TIMEOUT_S
 from graphsrt.runtime.model_runner import EngineSizes
 from graphsrt.runtime.start import Bar, RankOptions, group_size, start_ranks
+from graphsrt.runtime.waiting_line import Policy, WaitingLine
 
 if TYPE_CHECKING:
     from graphsrt.verification import VerifyReport
@@ -92,6 +93,9 @@ def compile(
     max_total_tokens: int | None = None,
     max_running: int = 64,
     max_tokens_per_step: int = 2048,
+    prefix_cache: bool = True,
+    policy: Policy = "lpm",
+    max_queue: int | None = 4096,
     threads_per_rank: int | None = None,
     stall_timeout: float = STALL_TIMEOUT_S,
     compare_every: int = COMPARE_EVERY,
@@ -116,7 +120,9 @@ def compile(
     ranks first, as :func:`verify` does.
     ``context_length``: most tokens of a sequence (default the model's). ``page_size``: tokens of a KV page;
     ``max_total_tokens``: KV memory in tokens; ``max_running``: sequences at a time; ``max_tokens_per_step``: longer
-    prompts are prefilled in chunks of this.
+    prompts are prefilled in chunks of this. ``prefix_cache``: keep computed KV for prompts that begin alike;
+    ``policy``: ``"lpm"`` admits those with the longest cached prefix first, ``"fcfs"`` those that came first;
+    ``max_queue``: how many may wait before a further request is refused (``generate`` feeds its own as there is room).
     ``stall_timeout``: seconds in which no rank gets from one collective to the next, after which the ranks are ended
     and the one that holds them up is named. ``compare_every``: steps between two comparisons of what ranks computed,
     0 for never.
@@ -130,6 +136,7 @@ def compile(
         raise ValueError(
             explain("stall_timeout is positive, compare_every is not negative", got=f"{stall_timeout}, {compare_every}")
         )
+    WaitingLine(policy, max_queue, patience=0)  # checks them, before anything takes time
     tp = tp if tp is not None else (group if group and ranks is None else 1)
     traced = trace(
         model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, passes=passes, without=without, stop_after=stop_after,
@@ -154,7 +161,8 @@ def compile(
     engine = Engine(
         executor, source.tokenizer, source.eos_token_ids, sizes.context_length, sizes.num_pages, page_size,
         vocab_size=program.constants["vocab_size"], max_running=sizes.max_running,
-        max_tokens_per_step=max_tokens_per_step, concat=torch.cat,
+        max_tokens_per_step=max_tokens_per_step, prefix_cache=prefix_cache, policy=policy, max_queue=max_queue,
+        concat=torch.cat,
     )  # fmt: skip
     compiled = CompiledModel(source, stages, engine, executor)
     compiled.compile_stats = stats

@@ -134,6 +134,9 @@ def run(
     ranks: Annotated[Ranks | None, typer.Option("--ranks", help="All ranks in this process, eagerly.")] = None,
     context_length: ContextLength = None,
     page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a KV page.")] = 16,
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Compute a common beginning of prompts once.")
+    ] = True,
     without: Without = [],  # noqa: B006
     user_passes: UserPass = [],  # noqa: B006
     before: PassBefore = None,
@@ -158,7 +161,7 @@ def run(
         model, tp=tp, ranks=ranks and ranks.value, dtype=dtype and dtype.value, backend=backend.value,
         passes=_pipeline(user_passes, before, after), without=without, experts=experts.value,
         strict=strict, dump=dump, verify=verify, context_length=context_length, page_size=page_size,
-        progress=not rank, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+        prefix_cache=prefix_cache, progress=not rank, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     ) as compiled:  # fmt: skip
         texts = prompt or [DEFAULT_PROMPT]
         items = [_with_template(compiled, text, system, chat) for text in texts]

@@ -15,6 +15,7 @@ from graphsrt.passes.runner import Stages
 from graphsrt.printer import diff_text
 from graphsrt.program import Program
 from graphsrt.runtime.background import BackgroundSteps
+from graphsrt.runtime.drafter import Drafter
 from graphsrt.runtime.engine import Engine
 from graphsrt.runtime.executor import GroupExecutor
 from graphsrt.runtime.load_plan import LoadReport
@@ -90,14 +91,19 @@ class CompiledModel(Traced):
         *,
         progress: bool = False,
         timeout_s: Timeouts = None,
+        drafter: Drafter | None = None,
     ) -> list[Generation]:
         """Continue prompts (text, or lists of token ids), many at a time; results in the order of the prompts.
 
         ``params``: one for all, or one for each. ``progress`` shows a bar. ``timeout_s``: seconds, one for all or one
-        for each, after which a prompt ends with what it has by then and the finish reason "deadline".
+        for each, after which a prompt ends with what it has by then and the finish reason "deadline". ``drafter``, for
+        example ``graphsrt.PromptLookup()``, guesses what follows, so that a step may give several tokens; they are the
+        same without it.
         """
         engine = self._require_engine()
-        return self._serve(lambda: engine.generate(prompts, params, progress=progress, timeout_s=timeout_s))
+        return self._serve(
+            lambda: engine.generate(prompts, params, progress=progress, timeout_s=timeout_s, drafter=drafter)
+        )
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None) -> Stream:
         """Continue one prompt and iterate over its text piece by piece; ``cancel()`` of the result ends it early.
@@ -112,6 +118,7 @@ class CompiledModel(Traced):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         timeout_s: Timeouts = None,
+        drafter: Drafter | None = None,
     ) -> list[Generation]:
         """:meth:`generate` for coroutines. All that run at a time share steps; cancelling the task ends its requests.
 
@@ -119,7 +126,7 @@ class CompiledModel(Traced):
         """
         self._require_driver("agenerate")
         assert self._background is not None
-        return await self._background.generate(prompts, params, timeout_s)
+        return await self._background.generate(prompts, params, timeout_s, drafter)
 
     def astream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None

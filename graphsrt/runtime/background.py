@@ -10,13 +10,15 @@ import asyncio
 import functools
 import queue
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
+from graphsrt.runtime.drafter import Drafter
 from graphsrt.runtime.engine import Engine
 from graphsrt.runtime.prompts import Prompt, Timeouts
 from graphsrt.runtime.request import Request
-from graphsrt.runtime.results import Generation, StreamEvent
+from graphsrt.runtime.results import Generation, StreamEvent, one_per_prompt
 from graphsrt.runtime.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -33,6 +35,7 @@ class BackgroundSteps:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._watched: dict[Request, Callable[[], None]] = {}  # the thread's own: looked at after each step
+        self._outside: deque[Request] = deque()  # watched, and not in the engine's queue yet; the thread's own
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()  # held while a command is put in, or the thread decides to end
 
@@ -41,15 +44,16 @@ class BackgroundSteps:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         timeout_s: Timeouts,
+        drafter: Drafter | None = None,
     ) -> list[Generation]:
         """As ``Engine.generate``; a task that is cancelled ends its requests."""
-        requests = await asyncio.to_thread(self._engine.make_requests, prompts, params, timeout_s)
+        requests = await asyncio.to_thread(self._engine.make_requests, prompts, params, timeout_s, drafter)
         loop = asyncio.get_running_loop()
         results: list[asyncio.Future[Generation]] = [loop.create_future() for _ in requests]
         for request, result in zip(requests, results):
-            self._watch(request, functools.partial(self._settle, loop, request, result))
+            self._watch(request, functools.partial(self._settle, loop, request, result), feed=True)
         try:
-            return list(await asyncio.gather(*results))
+            return one_per_prompt(requests, await asyncio.gather(*results))
         finally:
             self._cancel(requests)
 
@@ -82,14 +86,15 @@ class BackgroundSteps:
 
     # ---- what coroutines ask for ----
 
-    def _watch(self, request: Request, look: Callable[[], None]) -> None:
+    def _watch(self, request: Request, look: Callable[[], None], *, feed: bool = False) -> None:
+        """Have a request added and looked at; ``feed``: it stays outside for as long as the queue is full."""
+
         def add() -> None:
             self._watched[request] = look
-            try:
-                self._engine.add(request)
-            except Exception as error:  # noqa: BLE001 - it is raised where the request is awaited
-                request.error = error
-                look()
+            if feed:
+                self._outside.append(request)
+            else:
+                self._add(request)
 
         self._tell_thread(add)
 
@@ -107,6 +112,20 @@ class BackgroundSteps:
 
     # ---- in the thread ----
 
+    def _add(self, request: Request) -> None:
+        try:
+            self._engine.add(request)
+        except Exception as error:  # noqa: BLE001 - it is raised where the request is awaited
+            request.error = error
+            self._watched[request]()
+
+    def _feed(self) -> None:
+        with self._engine.turns:
+            while self._outside and not self._engine.is_full:
+                request = self._outside.popleft()
+                if not request.done:
+                    self._add(request)
+
     def _drive(self) -> None:
         while True:
             with self._starting:
@@ -115,6 +134,7 @@ class BackgroundSteps:
                     return
             while not self._commands.empty():
                 self._commands.get()()
+            self._feed()
             if self._watched:
                 try:
                     self._engine.step()

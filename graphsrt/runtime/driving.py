@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,15 +16,17 @@ if TYPE_CHECKING:
 
 
 def run(engine: Engine, requests: list[Request], *, progress: bool = False) -> None:
-    """Put requests in line, and step until all are done. Whatever is raised, all of them are done then."""
+    """Put requests in line, as many as it takes, and step until all are done. Whatever is raised, all are done then."""
+    outside = deque(requests)
     pending = {id(request) for request in requests}
     try:
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             for request in requests:
                 request.on_done.append(lambda done: pending.discard(id(done)))
-                engine.add(request)
             while pending:
                 with engine.turns:
+                    while outside and not engine.is_full:
+                        engine.add(outside.popleft())
                     if pending:  # steps of another thread may have ended them meanwhile
                         engine.step()
                 engine.turns.give_way()

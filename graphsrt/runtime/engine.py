@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphsrt.errors import GraphsrtError, RankError, explain
 from graphsrt.runtime.detokenizer import Detokenizer
+from graphsrt.runtime.drafter import Drafter, checked
 from graphsrt.runtime.driving import run
 from graphsrt.runtime.forward_batch import ForwardBatch
 from graphsrt.runtime.kv_pool import ReqToTokenPool, TokenToKVPool
@@ -28,11 +30,12 @@ from graphsrt.runtime.prompts import (
     timeout_of_each,
 )
 from graphsrt.runtime.request import Request, RequestState
-from graphsrt.runtime.results import Generation, StepResult, StreamEvent
+from graphsrt.runtime.results import Generation, StepResult, StreamEvent, one_per_prompt
 from graphsrt.runtime.sampling_params import SamplingParams
 from graphsrt.runtime.scheduler import ScheduledStep, Scheduler
 from graphsrt.runtime.stream import Stream
 from graphsrt.runtime.turns import Turns
+from graphsrt.runtime.waiting_line import Policy
 
 
 class Executor(Protocol):
@@ -66,6 +69,10 @@ class Engine:
         ``num_pages * page_size`` slots, of which page 0 is never used.
     max_running: requests that hold KV at a time, and rows of ``req_to_token``; by default 256, or less where
         ``max_tokens_per_step``, the most tokens of a step, is less.
+    prefix_cache: keep the KV of prompts and outputs for requests that begin with the same tokens, as long as nothing
+        else needs the memory. policy: ``"lpm"`` admits those first that have most of their prompt cached, ``"fcfs"``
+        those that came first; nobody starves. max_queue: at most this many requests wait for admission, a further one
+        is refused with QueueFull; None is no limit. ``generate`` and ``logits`` never exceed it.
     concat: joins the logits [R, V] of one sequence computed in several chunks; by default numpy arrays only.
     clock: seconds, for deadlines and metrics.
     """
@@ -82,6 +89,9 @@ class Engine:
         vocab_size: int,
         max_running: int | None = None,
         max_tokens_per_step: int = 2048,
+        prefix_cache: bool = True,
+        policy: Policy = "lpm",
+        max_queue: int | None = 4096,
         concat: Callable[[list[Any]], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -101,6 +111,9 @@ class Engine:
             ReqToTokenPool(self.max_running, context_length),
             TokenToKVPool(num_pages, page_size),
             self.eos_token_ids,
+            prefix_cache=prefix_cache,
+            policy=policy,
+            max_queue=max_queue,
         )
         self.scheduler = self._new_scheduler()
         self._concat = concat or _concat_numpy
@@ -122,20 +135,23 @@ class Engine:
         *,
         progress: bool = False,
         timeout_s: Timeouts = None,
+        drafter: Drafter | None = None,
     ) -> list[Generation]:
         """Continue each prompt; always a list, in the order of the prompts, also for a single one.
 
         prompts: strings or token-id lists; a single string or a flat list of ids is one prompt.
-        params: one for all, or one for each. With a seed, equal prompts get equal continuations.
+        params: one for all, or one for each. With a seed, equal prompts get equal continuations. With ``n`` above 1, a
+        prompt's result is its first sample, with the others as ``alternatives``.
         progress: show a bar on stderr. timeout_s: seconds after which a prompt ends with what it has, with the finish
-        reason "deadline": one for all, or one for each.
+        reason "deadline": one for all, or one for each. drafter: guesses what follows, as ``PromptLookup`` does, to
+        compute several tokens in one step; the tokens are the same without it.
 
         Raises ValueError before anything runs if any prompt cannot be served, and RankError if a rank dies. Whatever
         is raised, KeyboardInterrupt included, all requests of this call are released.
         """
-        requests = self.make_requests(prompts, params, timeout_s)
+        requests = self.make_requests(prompts, params, timeout_s, drafter)
         run(self, requests, progress=progress)
-        return [self.result(request) for request in requests]
+        return one_per_prompt(requests, map(self.result, requests))
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         """Logits of every position: for each id list of length T what the executor gives for [T, V].
@@ -162,7 +178,14 @@ class Engine:
         Raises ValueError at once if the prompt cannot be served, and RankError while iterating if a rank dies.
         """
         self._check_usable()
+        if params is not None and params.n > 1:
+            raise ValueError(f"a stream is one continuation, and n is {params.n}: use generate, or several streams")
         return Stream(self, self.make_request(prompt, params or SamplingParams()), timeout_s)
+
+    def flush_cache(self) -> int:
+        """Free the KV pages of all prefixes that no running request uses; how many pages they were."""
+        with self.turns:
+            return self.scheduler.flush_cache()
 
     def metrics(self) -> Metrics:
         """What has been done so far, and what is going on now; see :class:`Metrics`."""
@@ -210,18 +233,26 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         timeout_s: Timeouts = None,
+        drafter: Drafter | None = None,
     ) -> list[Request]:
-        """The checked requests of ``generate``, not yet in line."""
+        """The checked requests of ``generate``, not yet in line: ``n`` of each prompt, one after the other."""
         self._check_usable()
         items = as_list(prompts)
         each, timeouts = params_of_each(params, len(items)), timeout_of_each(timeout_s, len(items))
-        requests = [self.make_request(item, own, index) for index, (item, own) in enumerate(zip(items, each))]
-        for request, seconds in zip(requests, timeouts):
-            self.set_timeout(request, seconds)
+        requests: list[Request] = []
+        for index, (item, own, seconds) in enumerate(zip(items, each, timeouts)):
+            first = self.make_request(item, own, index, drafter)
+            prompt = first.tokens[: first.num_prompt_tokens]
+            samples = [first, *(self._request(prompt, own, first.drafter, first.seed, i) for i in range(1, own.n))]
+            for request in samples:
+                self.set_timeout(request, seconds)
+            requests += samples
         return requests
 
-    def make_request(self, prompt: Prompt, params: SamplingParams, index: int | None = None) -> Request:
-        """A checked request, not yet in line. ``index`` is its number among several, for messages.
+    def make_request(
+        self, prompt: Prompt, params: SamplingParams, index: int | None = None, drafter: Drafter | None = None
+    ) -> Request:
+        """A checked request for one sample, not yet in line. ``index`` is its number among several, for messages.
 
         Raises ValueError for an empty prompt, ids outside the vocabulary, or a request that could never be finished.
         """
@@ -239,10 +270,9 @@ class Engine:
         ids = check_ids(given, self.vocab_size, index)
         self.scheduler.check_fits(len(ids), params.max_new_tokens)
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
-        request = Request(ids, params, seed=secrets.randbits(64) if params.seed is None else params.seed)
-        if self.tokenizer is not None:
-            request.detokenizer = Detokenizer(self.tokenizer, params.stop)
-        return request
+        if drafter is not None:
+            drafter = checked(drafter, self.vocab_size)
+        return self._request(ids, params, drafter, secrets.randbits(64) if params.seed is None else params.seed, 0)
 
     def set_timeout(self, request: Request, timeout_s: float | None) -> None:
         """End the request this many seconds from now, unless it is done by then; looked at before each step."""
@@ -250,15 +280,20 @@ class Engine:
             request.deadline = self._clock() + timeout_s
 
     def add(self, request: Request) -> None:
-        """Put a request of ``make_request`` in line."""
+        """Put a request of ``make_request`` in line. Raises QueueFull, and keeps nothing of it, if too many wait."""
         with self.turns:
             self._check_usable()
+            self.scheduler.add(request)
             request.on_done.append(self._count_end)
             request.added_at = self._clock()
             self._totals.num_requests += 1
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, next(self._counter), request))
-            self.scheduler.add(request)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether ``add`` would be refused because too many requests wait."""
+        return self.scheduler.line.is_full
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests that gained a token or finished, none if there was nothing to do.
@@ -335,6 +370,7 @@ class Engine:
             prompt,
             request.finish_reason,
             request.num_preemptions,
+            num_cached_tokens=request.num_cached_tokens,
             logprobs=list(request.logprobs) if params.logprobs is not None else None,
             prompt_logprobs=list(request.prompt_logprobs) if params.prompt_logprobs is not None else None,
         )
@@ -345,6 +381,14 @@ class Engine:
             self.scheduler.abandon(requests)
 
     # ---- private ----
+
+    def _request(
+        self, ids: NDArray[np.int64], params: SamplingParams, drafter: Drafter | None, seed: int, sample: int
+    ) -> Request:
+        request = Request(ids, params, seed=seed, drafter=drafter, sample=sample)
+        if self.tokenizer is not None:
+            request.detokenizer = Detokenizer(self.tokenizer, params.stop)
+        return request
 
     def _expire(self, now: float) -> list[Request]:
         """End the requests whose time is out."""
@@ -398,8 +442,16 @@ class Engine:
         if request.num_detokenized < min(floor, end):
             detokenizer.push(output[request.num_detokenized : min(floor, end)], may_stop=False)
             request.num_detokenized = min(floor, end)
-        detokenizer.push(output[request.num_detokenized : end])
-        request.num_detokenized = max(end, request.num_detokenized)
+        if params.stop:  # one by one: of several tokens of one step, those after the end of the text do not count
+            for token in output[request.num_detokenized : end]:
+                request.num_detokenized += 1
+                if detokenizer.push([token]):
+                    break
+            if detokenizer.stopped and request.num_detokenized < len(output):
+                request.cut(request.num_detokenized)
+        else:
+            detokenizer.push(output[request.num_detokenized : end])
+            request.num_detokenized = max(end, request.num_detokenized)
         if request.done:
             detokenizer.finish()
         if detokenizer.stopped:

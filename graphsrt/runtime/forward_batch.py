@@ -31,8 +31,9 @@ _NO_FLOATS: Floats = np.empty(0, dtype=np.float64)
 class ForwardMode(IntEnum):
     """What a step computes.
 
-    EXTEND: prompts or parts of prompts only. DECODE: one token for each sequence. MIXED: both; the sequences that
-    decode come first. TARGET_VERIFY: drafted tokens of sequences that decode.
+    EXTEND: prompts or parts of prompts only. DECODE: one token for each sequence. TARGET_VERIFY: sequences that decode,
+    some of them with drafted tokens after their last one, all of which have a logit row. MIXED: both kinds; the
+    sequences that decode come first, with or without drafts.
     """
 
     EXTEND = 0
@@ -70,8 +71,10 @@ class ForwardBatch:
     logprob_rows[L]: places in R whose log-probabilities are wanted, ascending; logprob_targets[L]: of this token, or of
         the one that is sampled where it is -1; logprob_top[L]: and of this many most probable tokens.
     num_token_non_padded: real rows; they come first, padded rows after them. Filled with T when left at -1.
-    save_kv_cache: whether this step writes KV. return_logits: whether the caller wants logits beside the tokens.
-    key_value_num_tokens: sum of ``seq_lens``: KV tokens that attention reads. Filled in when left at -1.
+    save_kv_cache: if false, the KV pool and ``req_to_token`` are after the step what they were before; the slots of
+        ``out_cache_loc`` are still needed while it runs, as a step attends to its own tokens in them.
+    return_logits: whether the caller wants logits beside the tokens.
+    key_value_num_tokens: sum of ``seq_lens``: KV tokens that attention reads. Filled in when left at -1, else checked.
     prefix_updates: parts of ``req_to_token`` that this step's own tokens do not imply.
     """
 
@@ -114,6 +117,9 @@ class ForwardBatch:
             self.num_token_non_padded = self.num_tokens
         if self.key_value_num_tokens < 0:
             self.key_value_num_tokens = int(self.seq_lens.sum())
+        assert self.key_value_num_tokens == int(self.seq_lens.sum()), (
+            f"key_value_num_tokens is {self.key_value_num_tokens}, seq_lens sum to {self.seq_lens.sum()}"
+        )
         assert int(self.extend_seq_lens.sum()) == self.num_token_non_padded <= self.num_tokens, (
             f"extend_seq_lens sum to {self.extend_seq_lens.sum()}, {self.num_token_non_padded} of {self.num_tokens} "
             "rows are real"

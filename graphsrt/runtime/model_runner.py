@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,12 +98,15 @@ class ModelRunner:
         shape = [sizes.num_slots if size == "slots" else int(size) for size in declared.shape]
         pool = [torch.empty(shape, dtype=declared.dtype, device=device) for _ in range(pools or 1)]
         self._kv_pool: Any = pool if pools else pool[0]  # unwritten slots are never read
+        self._slots_dim = declared.shape.index("slots")
 
     def step(self, buffer: np.ndarray) -> StepReply | None:
         """Run one encoded :class:`ForwardBatch`. Rank 0 replies with a token for each logit row."""
         start, waited = time.perf_counter(), self._collectives_s()
         self._agreement.begin(buffer)
-        reply = self._step(buffer)
+        batch = ForwardBatch.decode(buffer)
+        with nullcontext() if batch.save_kv_cache else self._put_back(batch):
+            reply = self._step(batch)
         if reply is not None:
             self._agreement.compare(reply.token_ids)
         if self._rank != 0:
@@ -112,8 +116,23 @@ class ModelRunner:
             reply.compute_s = time.perf_counter() - start - reply.collectives_s
         return reply
 
-    def _step(self, buffer: np.ndarray) -> StepReply | None:
-        batch = ForwardBatch.decode(buffer)
+    @contextmanager
+    def _put_back(self, batch: ForwardBatch) -> Iterator[None]:
+        """Leave the pool and the table as they are. A step attends to its own keys in the slots that it writes, so
+        these are lent to it and get back what was in them; no operator needs to know."""
+        pools = self._kv_pool if isinstance(self._kv_pool, list) else [self._kv_pool]
+        slots = self._tensor(batch.out_cache_loc[batch.out_cache_loc >= 0])
+        rows, columns, _ = (self._tensor(part) for part in batch.req_to_token_updates())
+        kept = [pool.index_select(self._slots_dim, slots) for pool in pools]
+        table = self._req_to_token[rows, columns]
+        try:
+            yield
+        finally:
+            for pool, values in zip(pools, kept):
+                pool.index_copy_(self._slots_dim, slots, values)
+            self._req_to_token[rows, columns] = table
+
+    def _step(self, batch: ForwardBatch) -> StepReply | None:
         rows, columns, slots = (torch.from_numpy(np.ascontiguousarray(a)) for a in batch.req_to_token_updates())
         self._req_to_token[rows, columns] = slots.to(torch.int32).to(self._device)
         # a prefill chunk that ends no prompt wants no logits; one row keeps every shape at least one

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
@@ -57,7 +58,8 @@ class Request:
     """A prompt, how to continue it, and how far it has come.
 
     prompt: token ids, at least one. params: ``None`` asks for the logits of the prompt and no token.
-    seed: 64 bits, of which ``uniform_at(seed, index)`` makes the random number of each output token.
+    seed: 64 bits, of which ``uniform_at(seed, index)`` makes the random number of each output token. sample: its number
+        among the samples of one prompt, of which each has a seed of its own.
 
     tokens: int64[prompt + max_new_tokens], of which ``num_tokens`` are known. num_computed: tokens whose KV is written.
     row, pages: what is held in ``ReqToTokenPool`` and ``TokenToKVPool``. The first ``num_shared_pages`` of the pages
@@ -74,11 +76,13 @@ class Request:
         *,
         seed: int = 0,
         drafter: Drafter | None = None,
+        sample: int = 0,
     ):
         ids = np.asarray(prompt, dtype=np.int64)
         assert ids.ndim == 1 and len(ids) > 0
         self.params = params
-        self.seed = seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.sample = sample
+        self.seed = seed_of_sample(seed, sample)
         self.num_prompt_tokens = len(ids)
         self.max_new_tokens = params.max_new_tokens if params is not None else 0
         self.tokens: NDArray[np.int64] = np.zeros(len(ids) + self.max_new_tokens, dtype=np.int64)
@@ -93,8 +97,10 @@ class Request:
         self.drafter = drafter
         self.num_cached_tokens = 0  # of the prompt, found in the cache when it was first admitted
         self.arrival = -1  # set by the scheduler: its place in first-come-first-served order
+        self.ending: frozenset[int] = frozenset()  # set on admission: tokens that end it
         self.num_admitted_before = 0  # requests admitted by the scheduler until this one arrived
         self.state = RequestState.WAITING
+        self.done = False  # whether the state is final
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.logits_chunks: list[object] = []
@@ -143,15 +149,11 @@ class Request:
         """KV slots this can ever need: the last token that it may generate is never computed."""
         return self.num_prompt_tokens + max(self.max_new_tokens - 1, 0)
 
-    @property
-    def done(self) -> bool:
-        """Whether the state is final."""
-        return self.state in _FINAL
-
     def to(self, state: RequestState) -> None:
         """Change the state; a transition that the picture does not show is a bug of ours."""
         assert state in _NEXT[self.state], f"{self.state.name} -> {state.name}"
         self.state = state
+        self.done = state in _FINAL
         if self.done:
             for tell in self.on_done:
                 tell(self)
@@ -163,9 +165,24 @@ class Request:
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
 
+    def cut(self, num_output_tokens: int) -> None:
+        """Forget the last output tokens: the text ended before them, in the midst of what one step gave."""
+        assert num_output_tokens < self.num_output_tokens
+        self.num_tokens = self.num_prompt_tokens + num_output_tokens
+        del self.logprobs[num_output_tokens:]
+        self.stopped_by_token = False
+
     def restart(self) -> None:
         """Preempted: everything known is to be computed again, and the logits of a prompt are collected anew."""
         self.to(RequestState.WAITING)
         self.num_computed = 0
         self.num_preemptions += 1
         self.logits_chunks.clear()
+
+
+def seed_of_sample(seed: int, sample: int) -> int:
+    """64 bits for the sample with this number; the first one has the seed itself. Source: ours, by BLAKE2b."""
+    seed &= 0xFFFF_FFFF_FFFF_FFFF
+    if sample == 0:
+        return seed
+    return int.from_bytes(blake2b(f"{seed} {sample}".encode(), digest_size=8).digest(), "little")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-from graphsrt.runtime.request import FinishReason
+from graphsrt.runtime.request import FinishReason, Request
 from graphsrt.runtime.token_logprobs import StepLogprobs, TokenLogprob
 
 
@@ -32,9 +33,10 @@ class Generation:
     text: without the stop string or stop token; empty if the engine has no tokenizer. token_ids: all that were
     generated, the last of them being the one that ended it. finish_reason: "stop", "length", "cancelled", or
     "deadline" if its time ran out; the last two leave what there was by then. num_preemptions: times that it was put
-    back for want of KV pages and computed again. logprobs: one of each of ``token_ids``, None unless
-    ``SamplingParams.logprobs`` asked for them. prompt_logprobs: the same of the prompt; nothing comes before its first
-    token, whose place holds None.
+    back for want of KV pages and computed again. num_cached_tokens: prompt tokens that another request had computed.
+    alternatives: with ``SamplingParams(n=…)`` the other ``n - 1`` samples of the prompt, in order; ``samples`` has all
+    of them, this one first. logprobs: one of each of ``token_ids``, None unless ``SamplingParams.logprobs`` asked for
+    them. prompt_logprobs: the same of the prompt; nothing comes before its first token, whose place holds None.
     """
 
     text: str
@@ -44,6 +46,8 @@ class Generation:
     num_preemptions: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
+    alternatives: list[Generation] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -52,6 +56,11 @@ class Generation:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def samples(self) -> list[Generation]:
+        """This one and its alternatives."""
+        return [self, *self.alternatives]
 
 
 @dataclass(frozen=True)
@@ -69,3 +78,14 @@ class StreamEvent:
 
     def __str__(self) -> str:
         return self.text
+
+
+def one_per_prompt(requests: Iterable[Request], generations: Iterable[Generation]) -> list[Generation]:
+    """Samples of a prompt, which follow one another, become the first one's alternatives."""
+    prompts: list[Generation] = []
+    for request, generation in zip(requests, generations):
+        if request.sample == 0:
+            prompts.append(generation)
+        else:
+            prompts[-1].alternatives.append(generation)
+    return prompts

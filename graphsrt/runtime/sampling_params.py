@@ -39,6 +39,8 @@ class SamplingParams:
     logprobs: give log-probabilities of each generated token, and of this many most probable ones beside it (0: of the
         generated token alone); None gives none. They are of the model's own logits, before all of the above.
     prompt_logprobs: the same of the prompt's tokens, each given those before it.
+    n: samples of the prompt, each with a seed of its own, derived from ``seed``. ``generate`` gives the first one, and
+        the others as its ``alternatives``; the prompt is computed once.
 
     Raises ValueError for a value outside these ranges.
     """
@@ -59,9 +61,10 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
-        for name, at_least in (("max_new_tokens", 1), ("top_k", 0), ("min_new_tokens", 0)):
+        for name, at_least in (("max_new_tokens", 1), ("top_k", 0), ("n", 1), ("min_new_tokens", 0)):
             value = getattr(self, name)
             if not _is_int(value) or value < at_least:
                 raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")

@@ -209,8 +209,7 @@ class Scheduler:
                 self.finish(request, "length")
                 continue
             request.to(RequestState.RUNNING)
-            request.append(int(token_ids[after_last - 1]), known.get(after_last - 1))
-            self._end_if_due(request)
+            self._append(request, token_ids[after_last - 1], known.get(after_last - 1))
         return advanced
 
     def flush_cache(self) -> int:
@@ -298,6 +297,8 @@ class Scheduler:
         request.to(RequestState.PREFILL)
         self._active.append(request)
         self._builder.set_row(request)
+        if request.params is not None:
+            request.ending = request.params.ending(self.eos_token_ids)
         self.counters.num_admitted += 1
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed
@@ -321,8 +322,10 @@ class Scheduler:
         page_size = self.kv_pool.page_size
         for entry in entries:
             request = entry.request
+            if request.drafter is None:
+                continue
             room = min(budget, request.max_new_tokens - request.num_output_tokens - 1)
-            if request.drafter is None or room <= 0:
+            if room <= 0:
                 continue
             known = request.tokens[: request.num_tokens]
             known.flags.writeable = False
@@ -339,30 +342,32 @@ class Scheduler:
     ) -> None:
         """Append what a decoding request has gained: a token, and one more for each draft that was right."""
         row = entry.first_logit_row
+        token = token_ids[row]
         request.num_computed += 1
-        request.append(int(token_ids[row]), known.get(row))
-        if not entry.drafts:
-            self._end_if_due(request)
-            return
-        self.counters.drafted_tokens += len(entry.drafts)
+        ended = self._append(request, token, known.get(row))
         for index, draft in enumerate(entry.drafts, start=1):
-            if self._end_if_due(request) or request.tokens[request.num_tokens - 1] != draft:
-                return
+            if ended or token != draft:
+                break
             self.counters.accepted_tokens += 1
+            token = token_ids[row + index]
             request.num_computed += 1
-            request.append(int(token_ids[row + index]), known.get(row + index))
-        self._end_if_due(request)
+            ended = self._append(request, token, known.get(row + index))
+        self.counters.drafted_tokens += len(entry.drafts)
 
-    def _end_if_due(self, request: Request) -> bool:
+    def _append(self, request: Request, token: int, logprob: TokenLogprob | None) -> bool:
+        """Add a generated token, and finish the request if it is the last one, which is returned."""
+        request.append(token, logprob)
         params = request.params
         assert params is not None
-        token = int(request.tokens[request.num_tokens - 1])
-        if request.num_output_tokens >= params.min_new_tokens and token in params.ending(self.eos_token_ids):
+        num_output = request.num_tokens - request.num_prompt_tokens
+        if num_output >= params.min_new_tokens and token in request.ending:
             request.stopped_by_token = True
             self.finish(request, "stop")
-        elif request.num_output_tokens >= params.max_new_tokens:
+            return True
+        if num_output >= request.max_new_tokens:
             self.finish(request, "length")
-        return request.done
+            return True
+        return False
 
     def _preempt(self, request: Request) -> None:
         self._active.remove(request)

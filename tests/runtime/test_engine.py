@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ from memory_executor import EOS, VOCAB, MemoryExecutor, reference
 
 from graphsrt.errors import GraphsrtError, RankError
 from graphsrt.runtime.detokenizer import Detokenizer
+from graphsrt.runtime.drafter import PromptLookup
 from graphsrt.runtime.engine import Engine
-from graphsrt.runtime.forward_batch import ForwardBatch
-from graphsrt.runtime.request import RequestState
+from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode
+from graphsrt.runtime.request import RequestState, seed_of_sample
 from graphsrt.runtime.sampling_params import SamplingParams
+from graphsrt.runtime.waiting_line import QueueFull
 
 GREEDY = SamplingParams(max_new_tokens=6, ignore_eos=True)
 
@@ -62,7 +65,7 @@ def make(
 
 def make_text(prompt: str, continuation: bytes | list[int], **more: Any) -> tuple[Engine, MemoryExecutor]:
     """An engine that answers ``prompt`` with these bytes and then token 256, its end of sequence."""
-    answer, start = [*continuation, 256], len(prompt.encode())
+    answer, start = [*continuation, *[256] * 9], len(prompt.encode())  # more than one where drafts go past the end
     script = lambda history: answer[len(history) - start]  # noqa: E731
     return make(ByteTokenizer(), script, vocab=257, eos=256, num_pages=100, context=256, **more)
 
@@ -129,6 +132,130 @@ def test_refusals_name_the_prompt_and_run_nothing() -> None:
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         make(ByteTokenizer())[0].generate("")
     assert not executor.batches
+    assert_idle(engine)
+
+
+# ---- many prompts, many samples, drafts ----
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_samples_of_one_prompt_are_repeatable_and_compute_it_once(cached: bool) -> None:
+    engine, executor = make(budget=40, prefix_cache=cached)
+    prompt = list(range(17))
+    params = SamplingParams(max_new_tokens=6, temperature=1.0, seed=3, n=3, ignore_eos=True)
+    first, other = engine.generate([prompt, [1, 2]], [params, GREEDY])
+    assert other.alternatives == [] and other.samples == [other] and len(first.alternatives) == 2
+    tokens = [sample.token_ids for sample in first.samples]
+    assert len({tuple(ids) for ids in tokens}) == 3
+    assert tokens[0] == reference(prompt, params, 3)[0]  # as with n=1
+    assert tokens == [reference(prompt, params, seed_of_sample(3, i))[0] for i in range(3)]
+    # The prompts, of which whole pages are computed once, and 5 tokens of each request, as the last one never is.
+    assert sum(batch.num_tokens for batch in executor.batches) == (17 + 1 + 1 if cached else 3 * 17) + 2 + 4 * 5
+    assert [sample.num_cached_tokens for sample in first.samples] == [0, 16 * cached, 16 * cached]
+    fresh = engine.generate([prompt], replace(params, seed=None))[0]
+    assert len({tuple(sample.token_ids) for sample in fresh.samples}) == 3
+    with pytest.raises(ValueError, match="n is 3"):
+        engine.stream(prompt, params)
+    assert_idle(engine)
+
+
+def test_more_prompts_than_may_wait_are_fed_and_a_further_request_is_refused() -> None:
+    engine, _ = make(num_pages=9, max_queue=3, budget=5)
+    stream = engine.stream([9], SamplingParams(max_new_tokens=25, ignore_eos=True))
+    tokens = next(stream).token_ids
+    most = 0
+
+    def look(batch: ForwardBatch) -> None:
+        nonlocal most
+        most = max(most, engine.scheduler.num_waiting)
+
+    engine.executor.before_step = look  # type: ignore[attr-defined]
+    prompts = [[i % VOCAB, i // VOCAB] for i in range(300)]
+    results = engine.generate(prompts, SamplingParams(max_new_tokens=2, ignore_eos=True))
+    assert [r.token_ids for r in results] == [
+        reference(p, SamplingParams(max_new_tokens=2, ignore_eos=True))[0] for p in prompts
+    ]
+    assert 0 < most <= 3
+    assert all(logits.shape == (2, 2) for logits in engine.logits(prompts[:20]))
+    tokens += [token for event in stream for token in event.token_ids]
+    assert tokens == reference([9], SamplingParams(max_new_tokens=25, ignore_eos=True))[0]
+    requests = [engine.make_request([i], GREEDY) for i in range(4)]
+    for request in requests[:3]:
+        engine.add(request)
+    added = engine.metrics().num_requests
+    with pytest.raises(QueueFull, match="max_queue=3"):
+        engine.add(requests[3])
+    assert engine.metrics().num_requests == added and not requests[3].on_done
+    engine.step()
+    engine.add(requests[3])
+    while engine.scheduler.has_work:
+        engine.step()
+    assert engine.result(requests[3]).token_ids == reference([3], GREEDY)[0]
+    assert_idle(engine)
+
+
+def test_an_interruption_while_prompts_are_still_outside_releases_all() -> None:
+    engine, executor = make(num_pages=9, max_queue=2)
+
+    def interrupt(batch: ForwardBatch) -> None:
+        if len(executor.batches) == 3:
+            raise ZeroDivisionError
+
+    executor.before_step = interrupt
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([[i] for i in range(30)], GREEDY)
+    executor.before_step = None
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_new_tokens=20),
+        SamplingParams(max_new_tokens=20, stop="cd"),
+        SamplingParams(max_new_tokens=20, stop="f"),
+        SamplingParams(max_new_tokens=4, stop="cd"),
+        SamplingParams(max_new_tokens=5, stop="cd"),
+        SamplingParams(max_new_tokens=20, stop="b", min_new_tokens=4),
+        SamplingParams(max_new_tokens=20, stop="e", stop_token_ids=[102]),
+        SamplingParams(max_new_tokens=20, stop="zz", stop_token_ids=[102]),
+    ],
+)
+def test_a_stop_within_drafted_tokens_ends_the_text_where_plain_decoding_does(params: SamplingParams) -> None:
+    answer = b"abcdefabc"
+    plain = make_text("go", answer)[0].generate("go", params)[0]
+    engine, executor = make_text("go", answer)
+    whole = [*answer, 256, 0, 0, 0, 0, 0]
+    drafted = engine.generate("go", params, drafter=lambda tokens: whole[len(tokens) - 2 :][:5])[0]
+    assert drafted == plain
+    assert any(batch.forward_mode is ForwardMode.TARGET_VERIFY for batch in executor.batches)
+    assert len(executor.batches) < len(plain.token_ids)
+    metrics = engine.metrics()
+    assert metrics.generated_tokens == len(plain.token_ids) and metrics.accepted_tokens > 0
+    assert_idle(engine)
+
+
+def test_a_drafter_outside_the_vocabulary_is_named() -> None:
+    engine, _ = make()
+    with pytest.raises(ValueError, match=r"drafter gave no list of token ids(?s:.*)PromptBad"):
+
+        def PromptBad(tokens: Any) -> list[int]:
+            return [VOCAB]
+
+        engine.generate([[1, 2]], GREEDY, drafter=PromptBad)
+    assert_idle(engine)
+    assert engine.generate([[1, 2]], GREEDY, drafter=PromptLookup())[0].token_ids == reference([1, 2], GREEDY)[0]
+
+
+def test_flushing_leaves_what_is_in_use() -> None:
+    engine, _ = make(budget=40)
+    engine.generate([list(range(12))], GREEDY)
+    stream = engine.stream([*range(8), 1], GREEDY)
+    next(stream)
+    assert engine.flush_cache() == 2 and engine.metrics().pages_cached == 0  # of 4 pages, 2 are read by the stream
+    rest = [token for event in stream for token in event.token_ids]
+    assert rest == reference([*range(8), 1], GREEDY)[0][1:]
+    assert engine.flush_cache() > 0 and engine.flush_cache() == 0
     assert_idle(engine)
 
 

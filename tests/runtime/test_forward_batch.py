@@ -124,6 +124,8 @@ def test_padded_rows_are_in_no_sequence_and_write_nothing() -> None:
 def test_inconsistent_batches_and_foreign_buffers_are_refused() -> None:
     with pytest.raises(AssertionError, match="lengths differ"):
         small(positions=[0])
+    with pytest.raises(AssertionError, match="key_value_num_tokens is 12, seq_lens sum to 13"):
+        small(key_value_num_tokens=12)
     with pytest.raises(AssertionError, match="4 of 4 rows"):
         small(extend_seq_lens=[1, 2])
     with pytest.raises(ValueError, match="not a ForwardBatch"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from graphsrt.runtime.background import BackgroundSteps
 from graphsrt.runtime.forward_batch import ForwardBatch
 from graphsrt.runtime.sampling_params import SamplingParams
 from graphsrt.runtime.turns import Turns
+from graphsrt.runtime.waiting_line import QueueFull
 
 LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
 
@@ -176,6 +178,32 @@ def test_coroutines_share_steps_also_with_a_thread() -> None:
     assert [g.token_ids for g in from_thread] == [reference(p, GREEDY)[0] for p in ([9], [8])]
     assert max(batch.batch_size for batch in executor.batches) >= 3
     assert background._thread is None  # it has ended: no work, no thread
+    assert_idle(engine)
+
+
+def test_coroutines_with_more_prompts_than_may_wait_and_a_full_queue() -> None:
+    engine, executor = make(num_pages=14, max_running=2, max_queue=2, budget=10)
+    executor.before_step = slow
+    background = BackgroundSteps(engine)
+    prompts = [[i, 3] for i in range(25)]
+
+    async def main() -> tuple[list[Any], int]:
+        batch = asyncio.create_task(background.generate(prompts, replace(GREEDY, n=2), None))
+        refused = 0
+        while not engine.is_full:
+            await asyncio.sleep(0.001)
+        for _ in range(5):  # the queue is kept full by those that are fed, so that most streams are refused
+            try:
+                await _collect(background, [7], GREEDY)
+            except QueueFull:
+                refused += 1
+        return await batch, refused
+
+    results, refused = asyncio.run(main())
+    background.join()
+    assert [r.token_ids for r in results] == [reference(prompt, GREEDY)[0] for prompt in prompts]
+    assert all(len(r.alternatives) == 1 and r.alternatives[0].token_ids == r.token_ids for r in results)
+    assert refused > 0
     assert_idle(engine)
 
 
