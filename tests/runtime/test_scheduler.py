@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from graphsrt.runtime.drafter import PromptLookup, checked
 from graphsrt.runtime.forward_batch import ForwardMode
 from graphsrt.runtime.kv_pool import ReqToTokenPool, TokenToKVPool
 from graphsrt.runtime.radix_cache import Node
-from graphsrt.runtime.request import Request, RequestState
+from graphsrt.runtime.request import Request, RequestState, seed_of_sample
 from graphsrt.runtime.sampling_params import SamplingParams
 from graphsrt.runtime.scheduler import Scheduler
 from graphsrt.runtime.waiting_line import QueueFull
@@ -96,8 +96,17 @@ class Arrival:
     prompt: list[int]
     params: SamplingParams | None  # None: the logits of the prompt
     seed: int
+    sample: int
     cancel_at: int | None
-    drafts: list[int] | None  # by output index: how many are drafted, and which of them is wrong (none of 0)
+    drafts: list[int] | None  # by output index: how many are drafted, and which of them is wrong
+
+    @property
+    def expected(self) -> tuple[list[int], str]:
+        assert self.params is not None
+        return reference(self.prompt, self.params, seed_of_sample(self.seed, self.sample))
+
+    def request(self) -> Request:
+        return Request(self.prompt, self.params, seed=self.seed, sample=self.sample, drafter=drafter(self))
 
 
 # Few beginnings, so that prompts share them; some end at a page, some within one.
@@ -120,16 +129,17 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         prompt=[*beginning, *draw(st.lists(st.integers(0, 2), min_size=not beginning, max_size=5))],
         params=None if draw(st.integers(0, 7)) == 0 else params,
         seed=draw(st.integers(0, 2**64 - 1)),
+        sample=0,
         cancel_at=draw(st.one_of(st.none(), st.none(), st.integers(0, 20))),
         drafts=draw(st.one_of(st.none(), st.lists(st.integers(0, 9), min_size=1, max_size=6))),
     )
 
 
-def drafter(arrival: Arrival, page_size: int) -> Callable[[np.ndarray], list[int]] | None:
+def drafter(arrival: Arrival) -> Callable[[np.ndarray], list[int]] | None:
     """Drafts what will come, but for one wrong token: at the beginning, in the middle, at the end, or not at all."""
     if arrival.drafts is None or arrival.params is None:
         return None
-    plan, expected = arrival.drafts, reference(arrival.prompt, arrival.params, arrival.seed)[0]
+    plan, expected = arrival.drafts, arrival.expected[0]
 
     def draft(tokens: np.ndarray) -> list[int]:
         done = len(tokens) - len(arrival.prompt)
@@ -153,7 +163,11 @@ def test_tokens_are_those_of_one_request_at_a_time(data: st.DataObject) -> None:
     page_size = data.draw(st.integers(1, 6))
     max_running = data.draw(st.integers(1, 5))
     budget = data.draw(st.integers(max_running, 20))
-    incoming = data.draw(st.lists(arrivals(), min_size=1, max_size=8))
+    incoming = [
+        replace(arrival, sample=sample)
+        for arrival in data.draw(st.lists(arrivals(), min_size=1, max_size=6))
+        for sample in range(data.draw(st.sampled_from([1, 1, 3])))  # as for SamplingParams(n=3)
+    ]
     # From "the largest fits alone" to "plenty".
     largest = max(-(-(len(a.prompt) + (a.params.max_new_tokens - 1 if a.params else 0)) // page_size) for a in incoming)
     scheduler, executor = make(
@@ -163,13 +177,14 @@ def test_tokens_are_those_of_one_request_at_a_time(data: st.DataObject) -> None:
         budget,
         prefix_cache=data.draw(st.integers(0, 4)) > 0,
         policy=data.draw(st.sampled_from(["lpm", "fcfs"])),
-        patience=data.draw(st.integers(0, 4)),
+        patience=(patience := data.draw(st.integers(0, 4))),
         max_queue=data.draw(st.sampled_from([None, 1, 3])),
     )
     flush_at = data.draw(st.one_of(st.none(), st.integers(0, 20)))
     fail_at = data.draw(st.one_of(st.none(), st.none(), st.integers(0, 20)))
 
     requests: list[tuple[Arrival, Request]] = []
+    most_others: dict[Request, int] = {}  # that may be admitted between a request's arrival and its own admission
     logits: dict[int, list[list[float]]] = {}
     incoming.sort(key=lambda arrival: arrival.at)
     now = 0
@@ -178,7 +193,8 @@ def test_tokens_are_those_of_one_request_at_a_time(data: st.DataObject) -> None:
         for arrival in incoming[len(requests) :]:
             if arrival.at > now or scheduler.line.is_full:
                 break
-            request = Request(arrival.prompt, arrival.params, seed=arrival.seed, drafter=drafter(arrival, page_size))
+            request = arrival.request()
+            most_others[request] = patience + scheduler.num_waiting
             scheduler.add(request)
             requests.append((arrival, request))
         for arrival, request in requests:
@@ -187,12 +203,19 @@ def test_tokens_are_those_of_one_request_at_a_time(data: st.DataObject) -> None:
         if now == flush_at:
             scheduler.flush_cache()
         now += 1
+        num_admitted, waiting = scheduler.counters.num_admitted, list(scheduler.line)
         step = scheduler.schedule()
         check_books(scheduler)
+        if scheduler.counters.num_preemptions == 0:  # whoever is preempted is admitted again, and counts again
+            admitted = [entry.request for entry in step.entries if entry.request in waiting] if step else []
+            for number, request in enumerate(admitted, start=num_admitted):
+                assert number - request.num_admitted_before <= most_others[request], "somebody has starved"
         if step is None:
             continue
         assert step.batch.num_tokens <= budget and step.batch.batch_size <= max_running
-        if now == fail_at:  # the step is lost before it has run, or has half run: it is made again
+        if now == fail_at:  # the step is lost before or after it has run: it is made again
+            if flush_at is None:
+                executor.step(step.batch)
             continue
         result = executor.step(step.batch)
         for entry in step.entries:
@@ -209,7 +232,7 @@ def test_tokens_are_those_of_one_request_at_a_time(data: st.DataObject) -> None:
             if request.state is not RequestState.CANCELLED:
                 assert logits[id(request)] == reference_logits(arrival.prompt)
             continue
-        expected, reason = reference(arrival.prompt, arrival.params, arrival.seed)
+        expected, reason = arrival.expected
         output = request.output_ids
         if request.state is RequestState.CANCELLED:
             assert output == expected[: len(output)] and request.finish_reason == "cancelled"
