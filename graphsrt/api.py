@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphsrt.capture import capture, check_config
+from graphsrt.capture import capture, check_config, hidden_indices
 from graphsrt.compiled import CompiledModel, Traced
 from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
@@ -53,6 +53,7 @@ def trace(
     strict: bool = False,
     dump: str | os.PathLike | None = None,
     context_length: int | None = None,
+    capture_hidden: Sequence[int] = (),
     limits: dict[str, int] | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
@@ -67,7 +68,7 @@ def trace(
     folder = dump if dump is not None else os.environ.get("GRAPHSRT_DUMP")
     dump_folder = DumpFolder(Path(folder)) if folder else None
     with _paused_collector():
-        program = _capture(source, tp, context_length)
+        program = _capture(source, tp, context_length, capture_hidden)
         stages = run(program, chosen, strict=strict, dump=dump_folder, limits=limits)
     return Traced(source, stages)
 
@@ -89,6 +90,7 @@ def compile(
     dump: str | os.PathLike | None = None,
     verify: bool = False,
     context_length: int | None = None,
+    capture_hidden: Sequence[int] = (),
     page_size: int = 16,
     max_total_tokens: int | None = None,
     max_running: int = 64,
@@ -118,7 +120,9 @@ def compile(
     ``experts``: "tp" divides every expert of a mixture over the ranks, "ep" gives each rank whole experts.
     ``dump``: folder for the text after every pass (or ``GRAPHSRT_DUMP``). ``verify``: compare every stage on simulated
     ranks first, as :func:`verify` does.
-    ``context_length``: most tokens of a sequence (default the model's). ``page_size``: tokens of a KV page;
+    ``context_length``: most tokens of a sequence (default the model's). ``capture_hidden``: hidden states that
+    ``logits(ids, hidden=True)`` gives beside the logits, by their index in transformers' ``output_hidden_states``: 0 is
+    the embedding, -1 the last layer's after the final norm, which ``embed`` needs. ``page_size``: tokens of a KV page;
     ``max_total_tokens``: KV memory in tokens; ``max_running``: sequences at a time; ``max_tokens_per_step``: longer
     prompts are prefilled in chunks of this. ``prefix_cache``: keep computed KV for prompts that begin alike;
     ``policy``: ``"lpm"`` admits those with the longest cached prefix first, ``"fcfs"`` those that came first;
@@ -140,8 +144,8 @@ def compile(
     tp = tp if tp is not None else (group if group and ranks is None else 1)
     traced = trace(
         model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, passes=passes, without=without, stop_after=stop_after,
-        experts=experts, strict=strict, dump=dump, context_length=context_length, trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
+        experts=experts, strict=strict, dump=dump, context_length=context_length, capture_hidden=capture_hidden,
+        trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     )  # fmt: skip
     source, stages = traced.source, traced.stages
     if verify:
@@ -220,7 +224,7 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _capture(source: ModelSource, tp: int, context_length: int | None) -> Program:
+def _capture(source: ModelSource, tp: int, context_length: int | None, hidden: Sequence[int] = ()) -> Program:
     limit = source.context_length
     length = context_length if context_length is not None else limit
     if length is None:
@@ -228,7 +232,8 @@ def _capture(source: ModelSource, tp: int, context_length: int | None) -> Progra
     if length < 1:
         raise ValueError(explain("context_length must be positive", got=str(length)))
     check_config(source.config)
-    program = capture(on_meta(source), context_length=length, name=source.config.model_type)
+    indices = hidden_indices(hidden, source.config)
+    program = capture(on_meta(source), context_length=length, name=source.config.model_type, hidden=indices)
     program.mesh = {"tp": tp}
     return program
 

@@ -12,7 +12,7 @@ import copy
 import inspect
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from graphsrt.check_tokens import check_tokens
 from graphsrt.errors import CompileError, explain
 from graphsrt.models import experts
 from graphsrt.models.stateful import check_stateless
-from graphsrt.program import Input, Program, Weight, arguments, aten
+from graphsrt.program import LOGITS, Input, Program, Weight, arguments, aten
 from graphsrt.recipes import Ckpt, Const
 
 INTERFACE = "graphsrt"
@@ -86,20 +86,40 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
 
 
 class _Flattened(nn.Module):
-    """``(tokens [T], positions [T]) -> logits [T, V]`` of a causal LM; a reference model is that already."""
+    """``(tokens [T], positions [T]) -> logits [T, V], hidden states [T, E]…`` of a causal LM.
 
-    def __init__(self, net: nn.Module):
+    ``hidden``: which, by their index in transformers' ``output_hidden_states``, whose way to find them is used as well.
+    A reference model is flat already, and gives only logits.
+    """
+
+    def __init__(self, net: nn.Module, hidden: Sequence[int] = ()):
         from transformers import PreTrainedModel
 
         super().__init__()
         self.net = net
+        self.hidden = hidden
         self.is_flat_already = not isinstance(net, PreTrainedModel)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.is_flat_already:
-            return self.net(tokens, positions)
-        result = self.net(input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True)
-        return result.logits[0]
+            logits, states = self.net(tokens, positions), None
+        else:
+            asked = {"output_hidden_states": True} if self.hidden else {}
+            result = self.net(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **asked
+            )
+            logits, states = result.logits[0], result.hidden_states
+        if not self.hidden:
+            return (logits,)
+        if states is None or len(states) <= max(self.hidden):
+            raise CompileError(
+                explain(
+                    f"{type(self.net).__name__} does not give the hidden states that capture_hidden asks for",
+                    expected=f"output_hidden_states up to index {max(self.hidden)}",
+                    got="none" if states is None else f"{len(states)} of them",
+                )
+            )
+        return (logits, *(states[index][0] for index in self.hidden))
 
 
 def check_config(config: Any) -> None:
@@ -206,9 +226,32 @@ def fix_rope(model: nn.Module, context_length: int) -> None:
             module.forward = inspect.unwrap(type(module).forward).__get__(module)
 
 
-def capture(model: Any, *, context_length: int, name: str | None = None) -> Program:
+def hidden_indices(asked: Iterable[int], config: Any) -> list[int]:
+    """Indices into transformers' hidden states, ascending, negative ones counted from the end; ValueError if outside.
+
+    0 is the embedding, ``i`` what layer ``i - 1`` gives, and the last, that of the last layer, is after the final norm.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = int(text.num_hidden_layers)
+    found = set()
+    for index in asked:
+        if not isinstance(index, int) or isinstance(index, bool) or not -layers - 1 <= index <= layers:
+            raise ValueError(
+                explain(
+                    "capture_hidden names hidden states by transformers' index",
+                    expected=f"integers from {-layers - 1} to {layers} ({layers} layers)",
+                    got=repr(index),
+                )
+            )
+        found.add(index % (layers + 1))
+    return sorted(found)
+
+
+def capture(model: Any, *, context_length: int, name: str | None = None, hidden: Sequence[int] = ()) -> Program:
     """Export a causal LM on the meta device (it is modified) as a :class:`Program`: a model of transformers, or a plain
     module ``(tokens [T], positions [T]) -> logits [T, V]`` with a ``config``, which calls ``ops.attention`` itself.
+
+    ``hidden``: indices of hidden states that are returned as well, as ``hidden_<index>``.
 
     Raises CompileError where the model does something that a served program cannot keep: attention outside the
     interface, state between tokens, control flow on the token count.
@@ -230,8 +273,8 @@ def capture(model: Any, *, context_length: int, name: str | None = None) -> Prog
             if buffer is not None:
                 module._buffers[key] = buffer.to("meta")
     try:
-        exported = _export(_Flattened(model), config)
-        program = _convert(exported, model, constants, name or str(getattr(config, "model_type", "model")))
+        exported = _export(_Flattened(model, hidden), config)
+        program = _convert(exported, model, constants, name or str(getattr(config, "model_type", "model")), hidden)
     except CompileError as error:
         if getattr(model, "_supports_attention_backend", True):
             raise
@@ -287,7 +330,11 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _convert(
-    exported: torch.export.ExportedProgram, model: nn.Module, constants: dict[str, torch.Tensor], name: str
+    exported: torch.export.ExportedProgram,
+    model: nn.Module,
+    constants: dict[str, torch.Tensor],
+    name: str,
+    hidden: Sequence[int],
 ) -> Program:
     program = Program(name)
     prefix = getattr(model, "base_model_prefix", "")
@@ -320,8 +367,8 @@ def _convert(
             if converted is not None:
                 values[node] = converted
         elif node.op == "output":
-            (result,) = node.args[0]
-            program.graph.output(values[result])
+            names = [LOGITS, *(f"hidden_{index}" for index in hidden)]
+            program.set_outputs({name: values[result] for name, result in zip(names, node.args[0], strict=True)})
         else:
             raise CompileError(f"the captured graph has a {node.op} node {node.name}, which is not supported")
     program.remove_dead()

@@ -65,16 +65,16 @@ def check_placements(program: Program, axis: str = "tp") -> None:
             raise CompileError(
                 explain(f"{label}: {refusal.what}", where=place, expected=refusal.expected, got=refusal.got)
             ) from None
-    result = held[program.output]
-    if result != WHOLE:
-        raise CompileError(
-            explain(
-                "the program's result is not whole on every rank",
-                where=f"{program.output.name} {where(program.output)}".strip(),
-                expected="R",
-                got=str(result),
+    for name, node in program.outputs.items():
+        if held[node] != WHOLE:
+            raise CompileError(
+                explain(
+                    f"the program's result {name} is not whole on every rank",
+                    where=f"{node.name} {where(node)}".strip(),
+                    expected="R",
+                    got=str(held[node]),
+                )
             )
-        )
 
 
 def _check_whole(program: Program) -> None:

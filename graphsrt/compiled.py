@@ -20,7 +20,7 @@ from graphsrt.runtime.engine import Engine
 from graphsrt.runtime.executor import GroupExecutor
 from graphsrt.runtime.load_plan import LoadReport
 from graphsrt.runtime.metrics import Metrics
-from graphsrt.runtime.prompts import Prompt, Timeouts
+from graphsrt.runtime.prompts import Prompt, Timeouts, as_list
 from graphsrt.runtime.results import Generation, StreamEvent
 from graphsrt.runtime.sampling_params import SamplingParams
 from graphsrt.runtime.stream import Stream
@@ -154,10 +154,11 @@ class CompiledModel(Traced):
         """Requests, tokens, pages, and where the time went, so far; ``print`` it, or give its ``prometheus()`` away."""
         return self._require_engine().metrics()
 
-    def logits(self, input_ids: Any) -> Any:
+    def logits(self, input_ids: Any, *, hidden: bool = False) -> Any:
         """Logits of every position: ``[T]`` ids give ``[T, V]``; a list of sequences gives a list, run as one batch.
 
-        float64 if the model's dtype is float64, else float32.
+        ``hidden``: pairs instead, of the logits and a dict of the hidden states that ``capture_hidden`` of ``compile``
+        named: their index (never negative) → ``[T, E]``. float64 if the model's dtype is float64, else float32.
         """
         engine = self._require_engine()
         single = isinstance(input_ids, torch.Tensor) and input_ids.dim() == 1
@@ -166,7 +167,16 @@ class CompiledModel(Traced):
         )
         sequences = [input_ids] if single else list(input_ids)
         lists = [s.tolist() if isinstance(s, torch.Tensor) else [int(t) for t in s] for s in sequences]
-        results = self._serve(lambda: engine.logits(lists))
+        if not hidden:
+            results = self._serve(lambda: engine.logits(lists))
+            return results[0] if single else results
+        names = {name: int(name.removeprefix("hidden_")) for name in list(self.program().outputs)[1:]}
+        if not names:
+            raise ValueError(
+                explain("this program returns no hidden states", hint="compile(..., capture_hidden=[2, -1]) names some")
+            )
+        given = self._serve(lambda: engine.forward(lists, hidden=True))
+        results = [(one["logits"], {index: one[name] for name, index in names.items()}) for one in given]
         return results[0] if single else results
 
     def restart(self) -> None:
@@ -181,6 +191,30 @@ class CompiledModel(Traced):
         """By rank: bytes read from files by it and by its machine, bytes that it keeps, and seconds."""
         self._require_engine()
         return list(self._executor.load_reports)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> torch.Tensor:
+        """An embedding of each prompt, ``[N, E]``: the last token's final hidden state, of length 1.
+
+        The final hidden state is transformers' ``last_hidden_state``, after the last norm. It shares weights, ranks, KV
+        pool and steps with whatever else runs. float64 if the model's dtype is float64, else float32.
+        Needs ``capture_hidden=[-1]`` of ``compile``; ValueError without.
+        """
+        engine = self._require_engine()
+        name = f"hidden_{self.program().constants['num_layers']}"
+        if name not in self.program().outputs:
+            raise ValueError(
+                explain(
+                    "this program does not return its final hidden state",
+                    expected=f"a result {name}",
+                    got=", ".join(self.program().outputs),
+                    hint="compile the model with capture_hidden=[-1]: it then embeds, and generates as before",
+                )
+            )
+        items = as_list(prompts)
+        if not items:
+            raise ValueError("there are no prompts to embed")
+        given = self._serve(lambda: engine.forward(items, last_row=True, hidden=True))
+        return torch.nn.functional.normalize(torch.cat([one[name] for one in given]), dim=-1)
 
     def close(self) -> None:
         """End rank processes and free memory. May be called again."""

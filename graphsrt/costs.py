@@ -242,7 +242,8 @@ def peak_activation_bytes(sizes: Sizes) -> int:
         roots[node] = _storage(sizes, node)
         for _, used in [*_operands(node), ("", node)]:
             last[roots.get(used, used)] = index
-    last[roots[sizes.program.output]] = len(nodes)
+    for returned in sizes.program.outputs.values():
+        last[roots[returned]] = len(nodes)
     ends: dict[int, list[fx.Node]] = {}
     for root, index in last.items():
         ends.setdefault(index, []).append(root)

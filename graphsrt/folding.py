@@ -25,7 +25,7 @@ import torch
 import torch.fx as fx
 
 from graphsrt.placement import Run, Shard
-from graphsrt.printer import call_text, recipe_text, tensor_type_text, type_text
+from graphsrt.printer import call_text, recipe_text, returned_text, tensor_type_text, type_text
 from graphsrt.program import Program, Weight, walk
 from graphsrt.recipes import (
     Cat,
@@ -112,7 +112,7 @@ class _View:
         else:
             texts = [_canonical(program, segments, index) for index in range(len(segments))]
             lines += self._block(segments, texts, 0, len(segments))
-            lines += ["", f"  return {program.output.name}"]
+            lines += ["", f"  return {returned_text(program)}"]
         return "\n".join(self._cut(line) for line in lines) + "\n"
 
     def _cut(self, line: str) -> str:

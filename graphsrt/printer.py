@@ -260,12 +260,18 @@ def print_program(program: Program, *, history: bool = True) -> str:
         if node.op == "call_function":
             lines.append(f"  {operator_line(program, node)}")
         elif node.op == "output":
-            lines.append(f"  return {literal_text(node.args[0])}")
+            lines.append(f"  return {returned_text(program)}")
     if history:
         lines += ["", "history:"]
         for report in program.history:
             lines += [f"  {line}" for line in history_lines(report)]
     return "\n".join(lines) + "\n"
+
+
+def returned_text(program: Program) -> str:
+    """What a program returns: a value, and others by name."""
+    logits, *others = program.outputs.items()
+    return ", ".join([name_text(logits[1].name), *(f"{name}={name_text(value.name)}" for name, value in others)])
 
 
 def input_line(name: str, item: Input, placement: Placement | None) -> str:

@@ -22,7 +22,7 @@ import copy
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,8 @@ from graphsrt.recipes import Recipe, localize
 
 aten = torch.ops.aten
 Target = Callable[..., Any]
+LOGITS = "logits"
+"""The name of a program's first result."""
 
 
 @dataclass(frozen=True)
@@ -196,10 +198,14 @@ class Program:
 
     @property
     def output(self) -> fx.Node:
-        """The value that the program returns."""
-        result = next(node for node in reversed(self.graph.nodes) if node.op == "output").args[0]
-        assert isinstance(result, fx.Node)
-        return result
+        """The value that the program returns, the logits of a model; the first one if there are several."""
+        return next(iter(self.outputs.values()))
+
+    @property
+    def outputs(self) -> dict[str, fx.Node]:
+        """All values that the program returns: ``logits``, then by its name whatever else was asked for."""
+        result: Any = next(node for node in reversed(self.graph.nodes) if node.op == "output").args[0]
+        return {LOGITS: result} if isinstance(result, fx.Node) else dict(result)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -242,6 +248,16 @@ class Program:
         return parse_program(text)
 
     # -- building ------------------------------------------------------------------------------------------------
+
+    def set_outputs(self, outputs: Mapping[str, fx.Node]) -> None:
+        """Say what the program returns: ``logits`` first. A value may be returned under several names."""
+        assert next(iter(outputs)) == LOGITS, list(outputs)
+        value: Any = outputs[LOGITS] if len(outputs) == 1 else dict(outputs)
+        last = next(iter(reversed(self.graph.nodes)), None)
+        if last is not None and last.op == "output":
+            last.args = (value,)
+        else:
+            self.graph.output(value)
 
     def add_input(self, name: str, item: Input) -> fx.Node:
         """Declare an input; its placeholder goes with the others before the first operator."""

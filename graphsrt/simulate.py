@@ -40,7 +40,19 @@ def simulate(
     axis: str = "tp",
     watch: Callable[[fx.Node, Values], None] | None = None,
 ) -> Values:
-    """The program's result on every rank.
+    """The program's result, its logits, on every rank; see :func:`simulate_outputs`."""
+    return next(iter(simulate_outputs(program, inputs, weights, axis=axis, watch=watch).values()))
+
+
+def simulate_outputs(
+    program: Program,
+    inputs: Mapping[str, torch.Tensor | Values],
+    weights: Mapping[str, Values],
+    *,
+    axis: str = "tp",
+    watch: Callable[[fx.Node, Values], None] | None = None,
+) -> dict[str, Values]:
+    """All that the program returns, by name, on every rank.
 
     ``inputs``: one tensor for all ranks (each gets its own copy), or a list with one for each rank, used as it is: a
     ``kv_pool`` is written in place. ``watch`` is called with every node and its values, weights and inputs included.
@@ -55,7 +67,7 @@ def simulate(
         elif node.op == "get_attr":
             values[node] = list(weights[str(node.target)])
         elif node.op == "output":
-            return values[program.output]
+            return {name: values[value] for name, value in program.outputs.items()}
         else:
             values[node] = _run(node, values, ranks)
         if watch is not None:

@@ -20,7 +20,7 @@ import torch.fx as fx
 from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Layout, Partial, Placement, R, Shard
 from graphsrt.printer import DTYPES, NAME, SEPARATOR, derived_module, type_text
-from graphsrt.program import Input, NearMiss, PassReport, Program, Weight, target_from_name
+from graphsrt.program import LOGITS, Input, NearMiss, PassReport, Program, Weight, target_from_name
 from graphsrt.recipes import (
     Cat,
     Ckpt,
@@ -284,7 +284,14 @@ class _Parser:
         line.name("return")
         if any(node.op == "output" for node in self.program.graph.nodes):
             line.error("the program returns twice")
-        self.program.graph.output(self.node(line, line.name("return")))
+        outputs = {LOGITS: self.node(line, line.name("return"))}
+        while line.accept(","):
+            name = line.name("the name of a result")
+            line.expect("=", "the name of a result")
+            if name in outputs:
+                line.error(f"two results are called {name}")
+            outputs[name] = self.node(line, line.name(f"result {name}"))
+        self.program.set_outputs(outputs)
         line.end()
 
     def history(self, line: Line) -> None:

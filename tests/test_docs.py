@@ -104,7 +104,7 @@ def test_generating(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     tokenizer = tiny.tokenizer()
     small = tiny.model("llama", vocab_size=len(tokenizer), eos_token_id=None)
     opened = graphsrt.compile(small, tp=2, ranks="simulated")
-    opened.source.tokenizer = opened.engine.tokenizer = tokenizer  # type: ignore[union-attr]
+    opened.source.tokenizer = opened.engine.intake.tokenizer = tokenizer  # type: ignore[union-attr]
     monkeypatch.setattr(graphsrt, "compile", lambda *_, **__: opened)
     names: dict[str, Any] = {}
     for code in blocks("docs/generating.md"):

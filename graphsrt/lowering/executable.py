@@ -7,7 +7,7 @@ be dropped after it is settled once, so that a step of decoding spends little ti
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import torch
@@ -29,7 +29,7 @@ from graphsrt.lowering.regions import (
     referring,
     substitute,
 )
-from graphsrt.program import Program, target_name, walk, where
+from graphsrt.program import LOGITS, Program, target_name, walk, where
 
 Backend = Literal["inductor", "eager"]
 Slots = list[Any]
@@ -102,8 +102,8 @@ class Executable:
             if node.op == "get_attr" and backend == "eager":
                 self._template[slot[node]] = weights[str(node.target)]
         self._inputs = [(node.name, slot[node]) for node in program.graph.nodes if node.op == "placeholder"]
-        self._output = slot[program.output]
-        last_use = _last_uses(steps, keep=program.output)
+        self._outputs = {name: slot[node] for name, node in program.outputs.items()}
+        last_use = _last_uses(steps, keep=set(program.outputs.values()))
         self._steps: list[Callable[[Slots], None]] = []
         for number, step in enumerate(steps):
             done = [slot[node] for node in last_use.get(number, ())]
@@ -119,7 +119,13 @@ class Executable:
         self._checked = False
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """One step. ``inputs``: every input of the program by name, contiguous; ``kv_pool`` is written.
+        """The logits of one step; see :meth:`run`."""
+        return self.run(inputs)[LOGITS]
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One step; all that the program returns, by name.
+
+        ``inputs``: every input of the program by name, contiguous; ``kv_pool`` is written.
 
         Raises ``ValueError`` for a missing input and, in the first step, for one of another dtype or shape.
         """
@@ -135,7 +141,7 @@ class Executable:
                 self._checked = True
             for step in self._steps:
                 step(slots)
-        return slots[self._output]
+        return {name: slots[index] for name, index in self._outputs.items()}
 
     def _check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         """Compiled code reads memory by the declared layout and looks at nothing; so this looks once."""
@@ -289,7 +295,7 @@ def _operator(
     return execute if flat else execute_nested
 
 
-def _last_uses(steps: Iterable[Step], keep: fx.Node) -> dict[int, list[fx.Node]]:
+def _last_uses(steps: Iterable[Step], keep: Collection[fx.Node]) -> dict[int, list[fx.Node]]:
     """Step number -> computed values and inputs that no later step reads."""
     last: dict[fx.Node, int] = {}
     for number, step in enumerate(steps):
@@ -299,7 +305,7 @@ def _last_uses(steps: Iterable[Step], keep: fx.Node) -> dict[int, list[fx.Node]]
             last[node] = number
     found: dict[int, list[fx.Node]] = {}
     for node, number in last.items():
-        if node is not keep and node.op != "get_attr":
+        if node not in keep and node.op != "get_attr":
             found.setdefault(number, []).append(node)
     return found
 

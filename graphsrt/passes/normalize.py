@@ -67,7 +67,7 @@ class _Rewriter:
 
     def run(self) -> bool:
         names = [node.name for node in self.old.nodes if node.op == "call_function"]
-        program = self.program
+        program, old_outputs = self.program, self.program.outputs
         program.graph = fx.Graph()
         program.forget_names()
         for node in self.old.nodes:
@@ -77,8 +77,8 @@ class _Rewriter:
             elif node.op == "get_attr":
                 self.values[node] = program.weight_node(str(node.target)), None
             elif node.op == "output":
-                result, batch = self.values[node.args[0]]  # type: ignore[index]
-                program.graph.output(self._with_batch(result, batch))
+                outputs = {name: self.values[value] for name, value in old_outputs.items()}
+                program.set_outputs({name: self._with_batch(*value) for name, value in outputs.items()})
             else:
                 self.values[node] = self._rewrite(node)
         program.remove_dead()

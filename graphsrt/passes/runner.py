@@ -202,16 +202,22 @@ def _check_count(report: PassReport, limit: int | None, required: bool) -> None:
 
 def _check_types(program: Program, before: Program, name: str) -> None:
     """A pass may change how a result is computed, not what it is: same dtype, same global shape or fewer rows."""
-    old, new = before.output.meta["val"], program.output.meta["val"]
-    if old.dtype != new.dtype or before.shape(before.output)[1:] != program.shape(program.output)[1:]:
+    if list(before.outputs) != list(program.outputs):
         raise CompileError(
-            explain(
-                f"{name} changed the type of the result",
-                where=program.output.name,
-                expected=f"{old.dtype} {list(before.shape(before.output))}",
-                got=f"{new.dtype} {list(program.shape(program.output))}",
+            explain(f"{name} changed what is returned", expected=", ".join(before.outputs),
+                    got=", ".join(program.outputs))
+        )  # fmt: skip
+    for old, new in zip(before.outputs.values(), program.outputs.values()):
+        was, now = old.meta["val"].dtype, new.meta["val"].dtype
+        if was != now or before.shape(old)[1:] != program.shape(new)[1:]:
+            raise CompileError(
+                explain(
+                    f"{name} changed the type of the result",
+                    where=new.name,
+                    expected=f"{was} {list(before.shape(old))}",
+                    got=f"{now} {list(program.shape(new))}",
+                )
             )
-        )
 
 
 def _mark(program: Program, before: Program, name: str) -> None:

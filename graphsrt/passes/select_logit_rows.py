@@ -2,11 +2,12 @@
 
     logits = linear(norm, lm_head)  →  logits = linear(index_select(norm, 0, logit_rows), lm_head)
 
-The selection moves up from the output through everything that treats rows alone (pointwise operators, norms, linears,
-slices and collectives along other dimensions) and stops below whatever mixes or makes tokens.
+The selection moves up from what is returned through everything that treats rows alone (pointwise operators, norms,
+linears, slices and collectives along other dimensions) and whose rows nobody else wants, and stops below whatever mixes
+or makes tokens.
 
 Needs: page_attention (a step that knows which rows end a sequence).
-Leaves: an input ``logit_rows [R]``, and logits ``[R, V]``.
+Leaves: an input ``logit_rows [R]``, and logits ``[R, V]``, as well as rows of other results.
 Numerics: exact.  Source: ours; SGLang and vLLM prune the last hidden states in their logits processors.
 """
 
@@ -27,34 +28,40 @@ def select_logit_rows(program: Program, *, near_misses: list[NearMiss] | None = 
     """Select rows as early as possible; 1 if the program now does, 0 if it did already or has no paged attention."""
     if "logit_rows" in program.inputs or not program.calls(ops.radix_attention):
         return 0
-    value = program.output
-    while (above := _row_argument(program, value)) is not None:
-        value = above
+    result = next(iter(reversed(program.graph.nodes)))
+    chosen = {result}  # what is wanted for the chosen rows alone
+    for node in reversed(program.nodes):
+        if node.users and chosen.issuperset(node.users) and _row_argument(program, node) is not None:
+            chosen.add(node)
     rows = program.add_input("logit_rows", Input(("R",), torch.int64, "forward_batch.logit_rows"))
-    after = value.next
-    while after.op in ("placeholder", "get_attr"):
-        after = after.next
-    users = list(value.users)
-    chosen = program.call(
-        aten.index_select.default, value, 0, rows, name=f"{value.name}.rows", before=after, like=value
-    )
-    chosen.meta["made_by"] = (*value.meta.get("made_by", ()), "select_logit_rows")
-    if "placement" in value.meta:
-        chosen.meta["placement"] = value.meta["placement"]
+    if "placement" in program.output.meta:
         rows.meta["placement"] = R
-    for user in users:
-        user.replace_input_with(value, chosen)
-    below = False
     for node in program.nodes:
-        below = below or node is chosen
-        if below:
-            node.meta.pop("val", None)
+        if node not in chosen and (users := [user for user in node.users if _reads_rows(program, user, node, chosen)]):
+            _select(program, node, rows, users)
     program.infer()
     return 1
 
 
+def _reads_rows(program: Program, user: fx.Node, value: fx.Node, chosen: set[fx.Node]) -> bool:
+    return user in chosen and (user.op == "output" or _row_argument(program, user) is value)
+
+
+def _select(program: Program, value: fx.Node, rows: fx.Node, users: list[fx.Node]) -> None:
+    order = {node: index for index, node in enumerate(program.graph.nodes)}
+    first = min(users, key=order.__getitem__)  # not earlier: it must not stand between operators that belong together
+    chosen = program.call(
+        aten.index_select.default, value, 0, rows, name=f"{value.name}.rows", before=first, like=value
+    )
+    chosen.meta["made_by"] = (*value.meta.get("made_by", ()), "select_logit_rows")
+    if "placement" in value.meta:
+        chosen.meta["placement"] = value.meta["placement"]
+    for user in users:
+        user.replace_input_with(value, chosen)
+
+
 def _row_argument(program: Program, node: fx.Node) -> fx.Node | None:
-    """The one argument with rows of tokens, if the operator treats each row alone and nobody else uses it."""
+    """The one argument with rows of tokens, if the operator treats each row alone."""
     if node.op != "call_function":
         return None
     rowwise = node.target in _ROWWISE or (
@@ -65,7 +72,7 @@ def _row_argument(program: Program, node: fx.Node) -> fx.Node | None:
     if not rowwise:
         return None
     with_rows = [a for a in node.all_input_nodes if program.shape(a)[:1] == ("T",)]
-    if len(with_rows) != 1 or len(with_rows[0].users) > 1 or program.shape(node)[:1] != ("T",):
+    if len(with_rows) != 1 or with_rows[0].op != "call_function" or program.shape(node)[:1] != ("T",):
         return None
     return with_rows[0]
 

@@ -34,7 +34,7 @@ from graphsrt.passes.demand_experts import computed_weight, divide_experts, only
 from graphsrt.passes.distributed_norm import distribute_norm
 from graphsrt.passes.sharding_search import Choice, Search, is_over_width, needed_whole
 from graphsrt.placement import Layout, Partial, R, Shard
-from graphsrt.program import NearMiss, Program, Weight, arguments, aten
+from graphsrt.program import LOGITS, NearMiss, Program, Weight, arguments, aten
 from graphsrt.recipes import OnOwner, ShardOf, ShardStart
 
 
@@ -231,4 +231,4 @@ class _Writer:
                 like=value,
             )
             last.meta.update(placement=R, made_by=whole.meta["made_by"])
-        result.args = (last,)
+        program.set_outputs({**program.outputs, LOGITS: last})

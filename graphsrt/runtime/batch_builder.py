@@ -81,10 +81,11 @@ class BatchBuilder:
         is_draft_step = after_last[num_decoding - 1] > num_decoding if num_decoding else False
         if is_draft_step:
             num_rows[:num_decoding] = extend[:num_decoding]
-        wants_all = False
+        wants_logits = wants_hidden = False
         for i in range(num_decoding, len(entries)):
             request = requests[i]
-            wants_all = wants_all or request.wants_logits
+            wants_logits |= request.every_row
+            wants_hidden |= request.wants_hidden
             skippable = request.num_skippable_tokens
             if skippable < request.num_tokens - 1:
                 num_rows[i] = min(before[i] + extend[i] - skippable, extend[i])
@@ -119,7 +120,8 @@ class BatchBuilder:
             out_cache_loc=self._table[rows[sequence], positions].astype(np.int64),
             logit_rows=logit_rows,
             uniform=uniform_at(self._seed[row_of], np.maximum(position + 1 - num_prompt[owner], 0)),
-            return_logits=wants_all,
+            return_logits=wants_logits,
+            return_hidden=wants_hidden,
             prefix_updates=[
                 PrefixUpdate(row, start, self._table[row, start:stop].astype(np.int64))
                 for request, row, start, stop in moved

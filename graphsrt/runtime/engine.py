@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from graphsrt.errors import GraphsrtError, RankError, explain
-from graphsrt.runtime.detokenizer import Detokenizer
-from graphsrt.runtime.drafter import Drafter, checked
+from graphsrt.runtime.batch_builder import Entry, ScheduledStep
+from graphsrt.runtime.deadlines import Deadlines
+from graphsrt.runtime.drafter import Drafter
 from graphsrt.runtime.driving import run
 from graphsrt.runtime.forward_batch import ForwardBatch
+from graphsrt.runtime.intake import Intake
 from graphsrt.runtime.kv_pool import ReqToTokenPool, TokenToKVPool
 from graphsrt.runtime.metrics import Metrics
 from graphsrt.runtime.prompts import (
     Prompt,
     Timeouts,
     as_list,
-    check_ids,
-    name_of,
     params_of_each,
     timeout_of_each,
 )
 from graphsrt.runtime.request import Request, RequestState
 from graphsrt.runtime.results import Generation, StepResult, StreamEvent, one_per_prompt
 from graphsrt.runtime.sampling_params import SamplingParams
-from graphsrt.runtime.scheduler import ScheduledStep, Scheduler
+from graphsrt.runtime.scheduler import Scheduler
 from graphsrt.runtime.stream import Stream
 from graphsrt.runtime.turns import Turns
 from graphsrt.runtime.waiting_line import Policy
@@ -100,10 +95,8 @@ class Engine:
         elif isinstance(eos_token_ids, int):
             eos_token_ids = (eos_token_ids,)
         self.executor = executor
-        self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(int(token) for token in eos_token_ids)
         self.context_length = context_length
-        self.vocab_size = vocab_size
         self.max_running = min(256, max_tokens_per_step) if max_running is None else max_running
         self._new_scheduler = lambda: Scheduler(
             self.max_running,
@@ -116,12 +109,11 @@ class Engine:
             max_queue=max_queue,
         )
         self.scheduler = self._new_scheduler()
+        self.intake = Intake(tokenizer, vocab_size, self.eos_token_ids, self.scheduler.check_fits)
         self._concat = concat or _concat_numpy
         self._clock = clock
         self.turns = Turns()  # held while requests, pages or the executor are touched
-        self._tokenizing = threading.Lock()  # tokenizers may not be called by two threads at once
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; the number breaks ties
-        self._counter = itertools.count()
+        self._deadlines = Deadlines()
         self._totals = Metrics()
         self._broken: RankError | None = None
         self._closed = False
@@ -158,17 +150,27 @@ class Engine:
 
         All sequences are run as flattened batches; long ones in chunks, joined by ``concat``. Raises as ``generate``.
         """
+        return [given["logits"] for given in self.forward(sequences)]
+
+    def forward(
+        self, prompts: Sequence[Prompt], *, last_row: bool = False, hidden: bool = False
+    ) -> list[dict[str, Any]]:
+        """What the model gives for each prompt, by name: ``logits`` [T, V], and hidden states [T, E] if asked for.
+
+        last_row: of the last position alone, [1, E], and without logits. Raises as ``generate``.
+        """
         self._check_usable()
-        requests = []
-        for index, sequence in enumerate(sequences):
-            ids = check_ids(sequence, self.vocab_size, index)
-            self.scheduler.check_fits(len(ids), 0)
-            requests.append(Request(ids, None))
+        requests = [
+            self.intake.make(prompt, None, index, last_row=last_row, wants_hidden=hidden)
+            for index, prompt in enumerate(prompts)
+        ]
         run(self, requests)
         for request in requests:
             _raise_if_unfinished(request)
-        chunks = [request.logits_chunks for request in requests]
-        return [parts[0] if len(parts) == 1 else self._concat(parts) for parts in chunks]
+        return [
+            {name: self._join([part[name] for part in request.given]) for name in request.given[0]}
+            for request in requests
+        ]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None) -> Stream:
         """Continue one prompt piece by piece; the pieces' texts join to the text of ``generate``.
@@ -241,38 +243,15 @@ class Engine:
         each, timeouts = params_of_each(params, len(items)), timeout_of_each(timeout_s, len(items))
         requests: list[Request] = []
         for index, (item, own, seconds) in enumerate(zip(items, each, timeouts)):
-            first = self.make_request(item, own, index, drafter)
-            prompt = first.tokens[: first.num_prompt_tokens]
-            samples = [first, *(self._request(prompt, own, first.drafter, first.seed, i) for i in range(1, own.n))]
+            samples = self.intake.samples(item, own, index, drafter)
             for request in samples:
                 self.set_timeout(request, seconds)
             requests += samples
         return requests
 
-    def make_request(
-        self, prompt: Prompt, params: SamplingParams, index: int | None = None, drafter: Drafter | None = None
-    ) -> Request:
-        """A checked request for one sample, not yet in line. ``index`` is its number among several, for messages.
-
-        Raises ValueError for an empty prompt, ids outside the vocabulary, or a request that could never be finished.
-        """
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(f"{name_of(index)} is a string, but there is no tokenizer: pass token ids")
-            with self._tokenizing:
-                given = self.tokenizer(prompt)["input_ids"]
-        else:
-            given = prompt
-        ids = check_ids(given, self.vocab_size, index)
-        self.scheduler.check_fits(len(ids), params.max_new_tokens)
-        params.check_vocabulary(self.vocab_size, self.eos_token_ids)
-        if drafter is not None:
-            drafter = checked(drafter, self.vocab_size)
-        return self._request(ids, params, drafter, secrets.randbits(64) if params.seed is None else params.seed, 0)
+    def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """A checked request for one sample, not yet in line. Raises ValueError for one that can never be served."""
+        return self.intake.make(prompt, params)
 
     def set_timeout(self, request: Request, timeout_s: float | None) -> None:
         """End the request this many seconds from now, unless it is done by then; looked at before each step."""
@@ -287,8 +266,7 @@ class Engine:
             request.on_done.append(self._count_end)
             request.added_at = self._clock()
             self._totals.num_requests += 1
-            if request.deadline is not None:
-                heapq.heappush(self._deadlines, (request.deadline, next(self._counter), request))
+            self._deadlines.watch(request)
 
     @property
     def is_full(self) -> bool:
@@ -305,7 +283,9 @@ class Engine:
             self._check_usable()
             start = self._clock()
             try:
-                expired = self._expire(start)
+                expired = self._deadlines.due(start)
+                for request in expired:
+                    self.scheduler.cancel(request, "deadline")
                 step = self.scheduler.schedule()
                 return expired if step is None else expired + self._execute(step, start)
             except Exception:
@@ -333,7 +313,7 @@ class Engine:
         with self.turns:
             if request.error is not None:
                 raise request.error
-            if request.wants_logits or request.num_taken is None:
+            if request.wants_no_tokens or request.num_taken is None:
                 return None
             text = ""
             if request.detokenizer is not None:
@@ -382,24 +362,6 @@ class Engine:
 
     # ---- private ----
 
-    def _request(
-        self, ids: NDArray[np.int64], params: SamplingParams, drafter: Drafter | None, seed: int, sample: int
-    ) -> Request:
-        request = Request(ids, params, seed=seed, drafter=drafter, sample=sample)
-        if self.tokenizer is not None:
-            request.detokenizer = Detokenizer(self.tokenizer, params.stop)
-        return request
-
-    def _expire(self, now: float) -> list[Request]:
-        """End the requests whose time is out."""
-        expired = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if not request.done:
-                self.scheduler.cancel(request, "deadline")
-                expired.append(request)
-        return expired
-
     def _execute(self, step: ScheduledStep, start: float) -> list[Request]:
         prompt_tokens = sum(e.num_tokens for e in step.entries if e.request.state is RequestState.PREFILL)
         try:
@@ -412,10 +374,8 @@ class Engine:
             self.scheduler.fail([entry.request for entry in step.entries], error)
             raise
         for entry in step.entries:
-            if entry.request.wants_logits:
-                assert result.logits is not None, "the executor gave no logits"
-                rows = slice(entry.first_logit_row, entry.first_logit_row + entry.num_logit_rows)
-                entry.request.logits_chunks.append(result.logits[rows])
+            if entry.request.wants_no_tokens and entry.num_logit_rows:
+                self._collect(entry, result)
         advanced = self.scheduler.complete(step, result.token_ids, result.logprobs)
         for request in advanced:
             if request.params is not None and request.params.stop:
@@ -425,6 +385,17 @@ class Engine:
             self._totals.count_tokens(request, now)
         self._totals.count_step(now - start, prompt_tokens, result)
         return advanced
+
+    def _collect(self, entry: Entry, result: StepResult) -> None:
+        rows = slice(entry.first_logit_row, entry.first_logit_row + entry.num_logit_rows)
+        given: dict[str, Any] = {"logits": result.logits} if entry.request.every_row else {}
+        if entry.request.wants_hidden:
+            given.update(result.hidden)
+        assert given and all(value is not None for value in given.values()), "the executor gave less than was asked for"
+        entry.request.given.append({name: value[rows] for name, value in given.items()})
+
+    def _join(self, parts: list[Any]) -> Any:
+        return parts[0] if len(parts) == 1 else self._concat(parts)
 
     def _count_end(self, request: Request) -> None:
         self._totals.count_end(request, self._clock())

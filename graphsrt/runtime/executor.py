@@ -50,7 +50,9 @@ class _Executor:
     def step(self, batch: ForwardBatch) -> StepResult:
         """Run one batch on all ranks."""
         reply = self.step_buffer(batch.encode())
-        return StepResult(reply.token_ids.tolist(), reply.logits, reply.logprobs, reply.compute_s, reply.collectives_s)
+        return StepResult(
+            reply.token_ids.tolist(), reply.logits, reply.logprobs, reply.compute_s, reply.collectives_s, reply.hidden
+        )
 
     def run(self, serve: Callable[[], T]) -> T:
         """The result of ``serve``, on every rank that calls this; only the driver calls ``serve``, to make steps."""

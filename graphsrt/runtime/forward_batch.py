@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 # Recognises a buffer and its layout; the last digits are the version of the layout.
 _MAGIC = 0x6772_6170_6802
-_HEADER = 14
+_HEADER = 15
 
 _PER_TOKEN = ("tokens", "positions", "out_cache_loc")
 _PER_SEQUENCE = ("req_pool_indices", "seq_lens", "extend_seq_lens")
@@ -73,7 +73,7 @@ class ForwardBatch:
     num_token_non_padded: real rows; they come first, padded rows after them. Filled with T when left at -1.
     save_kv_cache: if false, the KV pool and ``req_to_token`` are after the step what they were before; the slots of
         ``out_cache_loc`` are still needed while it runs, as a step attends to its own tokens in them.
-    return_logits: whether the caller wants logits beside the tokens.
+    return_logits, return_hidden: whether the caller wants logits, and hidden states of the same rows, beside tokens.
     key_value_num_tokens: sum of ``seq_lens``: KV tokens that attention reads. Filled in when left at -1, else checked.
     prefix_updates: parts of ``req_to_token`` that this step's own tokens do not imply.
     """
@@ -102,6 +102,7 @@ class ForwardBatch:
     num_token_non_padded: int = -1
     save_kv_cache: bool = True
     return_logits: bool = False
+    return_hidden: bool = False
     key_value_num_tokens: int = -1
     prefix_updates: list[PrefixUpdate] = field(default_factory=list)
 
@@ -179,6 +180,7 @@ class ForwardBatch:
                 self.num_token_non_padded,
                 self.save_kv_cache,
                 self.return_logits,
+                self.return_hidden,
                 self.key_value_num_tokens,
                 len(prefix),
                 sum(len(update.slots) for update in prefix),
@@ -205,7 +207,10 @@ class ForwardBatch:
         if buffer.dtype != np.int64 or buffer.ndim != 1 or len(buffer) < _HEADER or buffer[0] != _MAGIC:
             raise ValueError(f"not a ForwardBatch buffer: {buffer.dtype}{list(buffer.shape)}, begins {buffer[:2]!r}")
         length, mode, *rest = (int(word) for word in buffer[1:_HEADER])
-        counts, (non_padded, save_kv, logits, kv_tokens, num_prefix, num_slots) = rest[: len(_GROUPS)], rest[-6:]
+        counts, (non_padded, save_kv, logits, hidden, kv_tokens, num_prefix, num_slots) = (
+            rest[: len(_GROUPS)],
+            rest[-7:],
+        )
         expected = _HEADER + sum(len(names) * count for names, count in zip(_GROUPS, counts))
         expected += 3 * num_prefix + num_slots
         if length != expected or len(buffer) < length:
@@ -228,6 +233,7 @@ class ForwardBatch:
             num_token_non_padded=non_padded,
             save_kv_cache=bool(save_kv),
             return_logits=bool(logits),
+            return_hidden=bool(hidden),
             key_value_num_tokens=kv_tokens,
             prefix_updates=[PrefixUpdate(req, start, read(count)) for req, start, count in spans],
             **arrays,

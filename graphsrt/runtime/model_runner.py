@@ -18,7 +18,7 @@ from graphsrt.lowering.collectives import ProcessCollectives
 from graphsrt.lowering.executable import Executable
 from graphsrt.models.checkpoint import open_spec
 from graphsrt.printer import print_program
-from graphsrt.program import Program
+from graphsrt.program import LOGITS, Program
 from graphsrt.runtime.agreement import COMPARE_EVERY, Agreement
 from graphsrt.runtime.forward_batch import ForwardBatch
 from graphsrt.runtime.load_plan import LoadReport
@@ -27,7 +27,7 @@ from graphsrt.runtime.sampler import Sampling, sample
 from graphsrt.runtime.split_logits import Columns, Gather, edit
 from graphsrt.runtime.weights import load_weights
 from graphsrt.runtime.wire import StepReply
-from graphsrt.simulate import load, simulate
+from graphsrt.simulate import load, simulate_outputs
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ def text_hash(program: Program) -> str:
 class ModelRunner:
     """Owns one rank's KV pool and ``req_to_token`` table.
 
-    execute: a step's inputs → what the program returns, on this rank or, with ``pools`` of them, on all ranks: logits
-    ``[R, V]``, or each rank's columns of them, which ``gather`` puts together where that is asked for.
+    execute: a step's inputs → what the program returns by name, each on this rank or, with ``pools`` of them, on all
+    ranks: ``logits`` [R, V], or each rank's columns of them, which ``gather`` puts together where that is asked for;
+    hidden states [R, E].
     """
 
     load_report: LoadReport | None = None
@@ -75,7 +76,7 @@ class ModelRunner:
     def __init__(
         self,
         program: Program,
-        execute: Callable[[dict[str, Any]], list[torch.Tensor]],
+        execute: Callable[[dict[str, Any]], dict[str, list[torch.Tensor]]],
         sizes: EngineSizes,
         *,
         rank: int = 0,
@@ -149,13 +150,18 @@ class ModelRunner:
             "req_to_token": self._req_to_token,
             "kv_pool": self._kv_pool,
         }
-        local = [part[: len(batch.logit_rows)] for part in self._execute(inputs)]
+        given = {
+            name: [part[: len(batch.logit_rows)] for part in parts] for name, parts in self._execute(inputs).items()
+        }
+        local = given.pop(LOGITS)
         if self._rank != 0 and not self._columns.split and not self._agreement.due:
             return None
         # Every rank that holds a part of the vocabulary goes through all of this, in the same order.
         reply = self._sample(batch, local)
         if batch.return_logits:
             reply.logits = self._columns.whole(local).to(self._logits_dtype)
+        if batch.return_hidden:
+            reply.hidden = {name: parts[0].to(self._logits_dtype) for name, parts in given.items()}
         return reply
 
     def _sample(self, batch: ForwardBatch, local: list[torch.Tensor]) -> StepReply:
@@ -188,7 +194,7 @@ class ModelRunner:
         return torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
 
 
-def _closed(_: dict[str, Any]) -> list[torch.Tensor]:
+def _closed(_: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
     raise ValueError("this runner is closed")
 
 
@@ -214,8 +220,11 @@ def rank_runner(
         executable.collectives_s += time.perf_counter() - start
         return gathered
 
+    def execute(inputs: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+        return {name: [value] for name, value in executable.run(inputs).items()}
+
     runner = ModelRunner(
-        program, lambda inputs: [executable(inputs)], sizes, rank=rank, gather=gather, device=device,
+        program, execute, sizes, rank=rank, gather=gather, device=device,
         collectives_s=lambda: executable.collectives_s, agreement=Agreement(collectives, compare_every),
     )  # fmt: skip
     runner.load_report = report
@@ -227,8 +236,8 @@ def simulated_runner(program: Program, checkpoint: Any, sizes: EngineSizes) -> M
     weights = load(program, checkpoint)
     ranks = max(program.mesh.get("tp", 1), 1)
 
-    def execute(inputs: dict[str, Any]) -> list[torch.Tensor]:
-        return simulate(program, inputs, weights)
+    def execute(inputs: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+        return simulate_outputs(program, inputs, weights)
 
     return ModelRunner(program, execute, sizes, pools=ranks)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +57,8 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
 class Request:
     """A prompt, how to continue it, and how far it has come.
 
-    prompt: token ids, at least one. params: ``None`` asks for the logits of the prompt and no token.
+    prompt: token ids, at least one. params: ``None`` asks for no token, but for what the model gives for the prompt:
+        its logits and, with ``wants_hidden``, its hidden states, of every row, or with ``last_row`` of the last alone.
     seed: 64 bits, of which ``uniform_at(seed, index)`` makes the random number of each output token. sample: its number
         among the samples of one prompt, of which each has a seed of its own.
 
@@ -75,6 +76,8 @@ class Request:
         params: SamplingParams | None,
         *,
         seed: int = 0,
+        last_row: bool = False,
+        wants_hidden: bool = False,
         drafter: Drafter | None = None,
         sample: int = 0,
     ):
@@ -103,7 +106,9 @@ class Request:
         self.done = False  # whether the state is final
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
-        self.logits_chunks: list[object] = []
+        self.every_row = params is None and not last_row
+        self.wants_hidden = wants_hidden
+        self.given: list[dict[str, Any]] = []  # of each step that gave some: logits and hidden states by name
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.edits: LogitEdits | None = None  # made when a row first needs it
@@ -118,8 +123,8 @@ class Request:
         self.num_timed = 0  # output tokens that the metrics have counted
 
     @property
-    def wants_logits(self) -> bool:
-        """Whether this asks for the logits of its prompt instead of new tokens."""
+    def wants_no_tokens(self) -> bool:
+        """Whether this asks for what the model gives for its prompt instead of new tokens."""
         return self.params is None
 
     @property
@@ -138,9 +143,10 @@ class Request:
         All logits of a request for logits, those that give the log-probabilities of a prompt that are still missing,
         else the last known token's.
         """
-        if self.params is None:
+        if self.every_row:
             return 0
-        if self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens:
+        wants_prompt = self.params is not None and self.params.prompt_logprobs is not None
+        if wants_prompt and len(self.prompt_logprobs) < self.num_prompt_tokens:
             return len(self.prompt_logprobs) - 1
         return self.num_tokens - 1
 
@@ -173,11 +179,11 @@ class Request:
         self.stopped_by_token = False
 
     def restart(self) -> None:
-        """Preempted: everything known is to be computed again, and the logits of a prompt are collected anew."""
+        """Preempted: everything known is to be computed again, and what it gives is collected anew."""
         self.to(RequestState.WAITING)
         self.num_computed = 0
         self.num_preemptions += 1
-        self.logits_chunks.clear()
+        self.given.clear()
 
 
 def seed_of_sample(seed: int, sample: int) -> int:

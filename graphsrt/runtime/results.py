@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,10 @@ from graphsrt.runtime.token_logprobs import StepLogprobs, TokenLogprob
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives: one token per logit row; logits [R, V] and log-probabilities if the batch asked for them.
+    """What a step gives: a token per logit row; logits [R, V], log-probabilities, hidden states [R, E] where asked for.
 
-    ``logits`` may be anything that slices by rows. It must be memory that later steps do not overwrite.
+    ``logits``, and the hidden states by their names, may be anything that slices by rows. It must be memory that later
+    steps do not overwrite.
     compute_s, collectives_s: seconds that rank 0 spent in the program, and in its collectives, the wait for the slowest
     rank included; the two do not overlap.
     """
@@ -24,6 +25,7 @@ class StepResult:
     logprobs: StepLogprobs | None = None
     compute_s: float = 0.0
     collectives_s: float = 0.0
+    hidden: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

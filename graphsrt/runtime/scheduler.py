@@ -205,7 +205,7 @@ class Scheduler:
             if not ends:
                 continue
             advanced.append(request)
-            if request.wants_logits:
+            if request.wants_no_tokens:
                 self.finish(request, "length")
                 continue
             request.to(RequestState.RUNNING)

@@ -11,7 +11,7 @@ import signal
 import socket
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ class Kind(IntEnum):
 
 @dataclass
 class StepReply:
-    """What a step gives back: ``token_ids`` int64 [R]; ``logits`` and ``logprobs`` where the caller asked for them.
+    """What a step gives back: ``token_ids`` int64 [R]; ``logits``, ``logprobs`` and ``hidden`` states where asked for.
 
     The times are those of ``StepResult``.
     """
@@ -52,34 +52,37 @@ class StepReply:
     logprobs: StepLogprobs | None = None
     compute_s: float = 0.0
     collectives_s: float = 0.0
+    hidden: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def encode_reply(reply: StepReply | None) -> list[memoryview]:
-    """The parts of a REPLY message. The logits are not copied unless they lie on a device or are not contiguous."""
+    """The parts of a REPLY message. Tensors are not copied unless they lie on a device or are not contiguous."""
     if reply is None:
         reply = StepReply(np.empty(0, dtype=np.int64))
     arrays = [np.asarray(reply.token_ids, dtype=np.int64).reshape(-1)]
     if reply.logprobs is not None:
-        arrays += [getattr(reply.logprobs, field.name) for field in fields(StepLogprobs)]
-    about: dict[str, object] = {
+        arrays += [getattr(reply.logprobs, part.name) for part in fields(StepLogprobs)]
+    given = reply.hidden if reply.logits is None else {"logits": reply.logits, **reply.hidden}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in given.items()}
+    about = {
         "arrays": [[array.dtype.str, array.shape] for array in arrays],
         "times": [reply.compute_s, reply.collectives_s],
+        "tensors": [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors.items()],
     }
-    if reply.logits is not None:
-        logits = reply.logits.detach().cpu().contiguous()
-        about |= {"dtype": str(logits.dtype).removeprefix("torch."), "shape": list(logits.shape)}
     text = json.dumps(about).encode()
     front = b"".join(_padded(part) for part in (len(text).to_bytes(8, "little") + text, *(a.tobytes() for a in arrays)))
     parts = [memoryview(front)]
-    if reply.logits is not None and logits.numel():
-        import torch
+    for tensor in tensors.values():
+        if tensor.numel():
+            import torch
 
-        parts.append(logits.view(-1).view(torch.uint8).numpy().data)
+            parts.append(tensor.view(-1).view(torch.uint8).numpy().data)
+            parts.append(memoryview(bytes(-parts[-1].nbytes % ALIGNMENT_BYTES)))
     return parts
 
 
 def decode_reply(payload: np.ndarray) -> StepReply:
-    """The inverse of ``encode_reply``. All arrays and the logits are views of ``payload`` (uint8)."""
+    """The inverse of ``encode_reply``. All arrays and tensors are views of ``payload`` (uint8)."""
     text_bytes = int.from_bytes(payload[:8].tobytes(), "little")
     about = json.loads(payload[8 : 8 + text_bytes].tobytes())
     at = _aligned(8 + text_bytes)
@@ -89,13 +92,15 @@ def decode_reply(payload: np.ndarray) -> StepReply:
         arrays.append(payload[at : at + nbytes].view(dtype_name).reshape(shape))
         at = _aligned(at + nbytes)
     reply = StepReply(arrays[0], None, StepLogprobs(*arrays[1:]) if len(arrays) > 1 else None, *about["times"])
-    if "dtype" in about:
+    for name, dtype_name, shape in about["tensors"]:
         import torch
 
-        dtype: torch.dtype = getattr(torch, about["dtype"])
-        data = payload[at:]
-        whole = torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
-        reply.logits = whole.view(about["shape"])
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        data = payload[at : at + math.prod(shape) * dtype.itemsize]
+        at = _aligned(at + len(data))
+        flat = torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
+        reply.hidden[name] = flat.view(shape)
+    reply.logits = reply.hidden.pop("logits", None)
     return reply
 
 

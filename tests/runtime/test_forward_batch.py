@@ -55,6 +55,7 @@ def batches(draw: st.DrawFn) -> ForwardBatch:
         num_token_non_padded=real,
         save_kv_cache=draw(st.booleans()),
         return_logits=draw(st.booleans()),
+        return_hidden=draw(st.booleans()),
         prefix_updates=updates,
     )
 

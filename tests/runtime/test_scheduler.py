@@ -219,7 +219,7 @@ def test_tokens_are_those_of_one_request_at_a_time(data: st.DataObject) -> None:
             continue
         result = executor.step(step.batch)
         for entry in step.entries:
-            if entry.request.wants_logits and result.logits is not None:
+            if entry.request.every_row and result.logits is not None:
                 if entry.request.num_computed == 0:
                     logits[id(entry.request)] = []
                 rows = slice(entry.first_logit_row, entry.first_logit_row + entry.num_logit_rows)
