@@ -12,6 +12,7 @@ import graphsrt
 from graphsrt import ops
 from graphsrt.program import aten
 from tests.support import tiny
+from tests.support.captures import shared
 
 TOLERANCE = 1e-5  # of transformers in float64: it casts to float32 inside norms and softmax all the same
 PROMPTS = [tiny.tokens(count, seed=count) for count in (11, 1, 6)]
@@ -45,9 +46,8 @@ def eager(family: str, prompt: int) -> tuple[torch.Tensor, tuple[torch.Tensor, .
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 def test_they_are_those_of_transformers(family: str, tp: int) -> None:
     options = {"ranks": "simulated"} if tp > 1 else {"backend": "eager"}
-    with graphsrt.compile(
-        model_of(family), tp=tp, capture_hidden=ASKED, page_size=4, max_tokens_per_step=8, max_running=4, **options
-    ) as compiled:
+    sizes = dict(page_size=4, max_tokens_per_step=8, max_running=4)
+    with shared(), graphsrt.compile(model_of(family), tp=tp, capture_hidden=ASKED, **sizes, **options) as compiled:
         program = compiled.program()
         assert list(program.outputs) == ["logits", "hidden_0", "hidden_1", "hidden_3"]
         assert all(program.shape(value)[0] == "R" for value in program.outputs.values())
@@ -68,7 +68,7 @@ def test_they_are_those_of_transformers(family: str, tp: int) -> None:
         assert tiny.worst(embedded, last / last.norm(dim=1, keepdim=True)) < TOLERANCE
 
         # the same model generates as if nothing had been captured
-        with graphsrt.compile(model_of(family), tp=tp, **options) as plain:
+        with shared(), graphsrt.compile(model_of(family), tp=tp, **options) as plain:
             want_tokens = [g.token_ids for g in plain.generate(PROMPTS, PARAMS)]
         assert [g.token_ids for g in compiled.generate(PROMPTS, PARAMS)] == want_tokens
         assert compiled.metrics().pages_used == 0
@@ -87,8 +87,9 @@ def test_rank_processes_send_them(tmp_path) -> None:  # type: ignore[no-untyped-
 
 def test_a_captured_layer_costs_a_selection_of_rows_and_nothing_else() -> None:
     model = model_of("llama")
-    plain = graphsrt.trace(model, tp=2).program()
-    with_hidden = graphsrt.trace(model, tp=2, capture_hidden=[2, 3]).program()
+    with shared():
+        plain = graphsrt.trace(model, tp=2).program()
+        with_hidden = graphsrt.trace(model, tp=2, capture_hidden=[2, 3]).program()
     assert with_hidden.count("aten::index_select") == plain.count("aten::index_select") + 1  # the last has its rows
     for operator in (ops.all_reduce, ops.all_gather, ops.add_rms_norm, ops.rms_norm, aten.linear.default):
         assert len(with_hidden.calls(operator)) == len(plain.calls(operator)), operator
@@ -100,7 +101,8 @@ def test_a_captured_layer_costs_a_selection_of_rows_and_nothing_else() -> None:
 
 
 def test_a_divided_result_is_refused() -> None:
-    program = graphsrt.trace(model_of("llama"), tp=2, stop_after="page_attention").program()
+    with shared():
+        program = graphsrt.trace(model_of("llama"), tp=2, stop_after="page_attention").program()
     divided = next(node for node in program.nodes if str(node.meta["placement"]).startswith("S("))
     program.set_outputs({**program.outputs, "hidden_9": divided})
     from graphsrt.check_placements import check_placements
@@ -116,7 +118,7 @@ def test_an_index_that_there_is_not(index: object) -> None:
 
 
 def test_without_capture_it_says_what_to_do() -> None:
-    with graphsrt.compile(model_of("llama"), backend="eager") as compiled:
+    with shared(), graphsrt.compile(model_of("llama"), backend="eager") as compiled:
         with pytest.raises(ValueError, match=r"capture_hidden=\[2, -1\]"):
             compiled.logits(PROMPTS[0], hidden=True)
         with pytest.raises(ValueError, match=r"capture_hidden=\[-1\]"):

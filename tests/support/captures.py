@@ -17,15 +17,15 @@ from graphsrt.capture import capture
 from graphsrt.program import Program
 from tests.support import tiny
 
-_captures: dict[tuple[str, str, int], Program] = {}
+_captures: dict[tuple[str, str, int, str], Program] = {}
 
 
-def _capture_once(model: Any, *, context_length: int, name: str | None = None) -> Program:
+def _capture_once(model: Any, *, context_length: int, name: str | None = None, **more: Any) -> Program:
     parameter = next(model.parameters())
     tied = len(list(model.named_parameters())) != len(list(model.named_parameters(remove_duplicate=False)))
-    key = (f"{type(model)}{model.config.to_json_string()}{tied}", str(parameter.dtype), context_length)
+    key = (f"{type(model)}{model.config.to_json_string()}{tied}", str(parameter.dtype), context_length, repr(more))
     if key not in _captures:
-        _captures[key] = capture(model, context_length=context_length, name=name)
+        _captures[key] = capture(model, context_length=context_length, name=name, **more)
     return _captures[key].copy()
 
 
