@@ -26,7 +26,7 @@ import filelock
 import torch
 
 from graphsrt import ops
-from graphsrt.cache import cache_dir
+from graphsrt.cache import cache_dir, writing
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering import inductor
 from graphsrt.lowering.kernels.build import _cpu_flags
@@ -150,6 +150,11 @@ def is_intact(region: Region) -> bool:
 def build(region: Region) -> bool:
     """Compile a region into the cache, in this process; True if it did, False if the entry was there by then."""
     place = folder(region)
+    with writing("a compiled region", place):
+        return _build(region, place)
+
+
+def _build(region: Region, place: Path) -> bool:
     place.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(place.with_suffix(".lock")):
         if is_intact(region):

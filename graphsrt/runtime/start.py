@@ -22,6 +22,9 @@ from graphsrt.runtime.agreement import COMPARE_EVERY
 from graphsrt.runtime.executor import STALL_TIMEOUT_S, GroupExecutor, LocalExecutor, WorkersExecutor
 from graphsrt.runtime.model_runner import EngineSizes, RankInit, rank_runner, simulated_runner, text_hash
 
+RUNNER = "graphsrt.runtime.model_runner:create"
+"""What rank processes run."""
+
 
 @dataclass(frozen=True)
 class RankOptions:
@@ -85,7 +88,7 @@ def _in_processes(
             tell(done, total, label)
 
     return WorkersExecutor(
-        tp, "graphsrt.runtime.model_runner:create", init, device=options.device,
+        tp, RUNNER, init, device=options.device,
         threads_per_rank=options.threads_per_rank, progress=tell_of_rank_0, stall_timeout=options.stall_timeout,
     )  # fmt: skip
 

@@ -279,27 +279,27 @@ def test_close_during_a_step(tidy):
         executor.step_buffer(words(SLEEP, 0, 60))
 
 
-@pytest.mark.parametrize("end", ["sigkill", "exit"])
+@pytest.mark.parametrize("end", ["sigkill", "sigterm", "exit"])
 def test_the_caller_ends(tidy, end):
     program = textwrap.dedent(f"""
         import numpy as np, sys, threading
         from graphsrt.runtime.executor import WorkersExecutor
-        executor = WorkersExecutor({2 if end == "sigkill" else 1}, {ECHO!r})
+        executor = WorkersExecutor({1 if end == "exit" else 2}, {ECHO!r})
         print(*executor.pids, *executor.step_buffer(np.array([{SPAWN}])).token_ids, flush=True)
-        if {end == "sigkill"}:
+        if {end != "exit"}:
             executor.step_buffer(np.array([{SLEEP}, 0, 600]))
     """)
     caller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
     pids = [int(pid) for pid in caller.stdout.readline().split()]
     caller.stdout.close()
-    if end == "sigkill":
+    if end != "exit":
         ranks, children = pids[:2], pids[2:]
         time.sleep(0.3)
-        caller.kill()
+        caller.send_signal(signal.SIGKILL if end == "sigkill" else signal.SIGTERM)
     else:
         ranks, children = pids, []
-    assert caller.wait(20) == (-signal.SIGKILL if end == "sigkill" else 0)
+    assert caller.wait(20) == {"sigkill": -signal.SIGKILL, "sigterm": -signal.SIGTERM, "exit": 0}[end]
     assert wait_gone(ranks) == []
     for child in children:  # the kernel tells the ranks only; compilers look after themselves
         if alive(child):

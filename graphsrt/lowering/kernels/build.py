@@ -26,7 +26,7 @@ import filelock
 import torch
 from torch.utils import cpp_extension
 
-from graphsrt.cache import cache_dir
+from graphsrt.cache import cache_dir, writing
 from graphsrt.errors import CompileError, explain
 
 
@@ -40,10 +40,11 @@ def load_extension(name: str, source: Path, extra_flags: Sequence[str] = ()) -> 
     folder = cache_dir() / "kernels" / f"{name}-{_build_key(source, flags)}"
     library = folder / f"{name}.so"
     if not _intact(library):
-        folder.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(folder / "lock"):
-            if not _intact(library):
-                _build(name, source, flags, library)
+        with writing("a compiled kernel", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(folder / "lock"):
+                if not _intact(library):
+                    _build(name, source, flags, library)
     return _load(name, library)
 
 
