@@ -245,6 +245,8 @@ def test_looking_at_stages() -> None:
         ({"device": "tpu"}, "device|tpu"),
         ({"experts": "dp"}, "experts"),
         ({"page_size": 0}, "page_size"),
+        ({"policy": "sjf"}, "no such policy"),
+        ({"max_queue": 0}, "max_queue is too small"),
         ({"without": ["fuse_everything"]}, "fuse_everything"),
         ({"stop_after": "lower"}, "lower"),
         ({"context_length": 0}, "context_length"),

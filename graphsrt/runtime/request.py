@@ -9,9 +9,17 @@
     PREFILL ──all logits computed──▶ FINISHED                  (a request for logits: it never runs)
     WAITING, PREFILL, RUNNING ──▶ CANCELLED (the caller, or a deadline) or FAILED (an error)
 
-WAITING holds nothing. PREFILL and RUNNING hold a row of ``req_to_token`` and whole pages. The last three are final and
-hold nothing. A preempted request keeps the tokens that it has generated: they are computed again as if they were
-prompt, and the next token has the index in the output that it would have had.
+WAITING holds nothing. PREFILL and RUNNING hold a row of ``req_to_token`` and whole pages, the first of which may be the
+cache's, read by others too. The last three are final and hold nothing.
+
+admit    The longest cached prefix counts as computed; at least one token is left to compute, and all whose logits are
+         wanted. Each step of PREFILL computes a chunk, after which the full pages are the cache's.
+running  Each step computes the last known token and gives the next one; with drafts, it computes these as well and
+         gives as many more tokens as were guessed right. ``num_computed == num_tokens - 1`` between two steps.
+leave    By preemption, at the end or cancelled: full pages of computed, known tokens become the cache's, and the others
+         are free. FAILED leaves nothing of its last step.
+preempt  Keeps the tokens that it has generated: they are computed again as if they were prompt, as far as the cache has
+         lost them, and the next token has the index in the output that it would have had.
 """
 
 from __future__ import annotations

@@ -275,10 +275,12 @@ class Scheduler:
 
     def _admitted(self) -> Iterator[Request]:
         """Admit one request after the other, for as long as they are asked for and there is room."""
-        if not len(self.line) or len(self._active) >= self.max_running or not self.ledger.available_pages:
+        if not len(self.line) or len(self._active) >= self.max_running:
             return
         page_size = self.kv_pool.page_size
         promised = sum(other.max_kv_tokens > len(other.pages) * page_size for other in self._active)
+        if self.ledger.available_pages <= promised:  # everybody needs a page: do not look for who would be next
+            return
         computing = {self._next_page(request) for request in self._active if request.state is RequestState.PREFILL}
         candidates = self.line.in_order(self.ledger.cache if self.ledger.prefix_cache else None)
         while len(self._active) < self.max_running:
