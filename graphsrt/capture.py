@@ -21,6 +21,8 @@ import torch.fx as fx
 from torch import nn
 
 from graphsrt import ops
+from graphsrt.capture_buffers import join_written_parts
+from graphsrt.capture_complex import split_complex
 from graphsrt.check_tokens import check_tokens
 from graphsrt.errors import CompileError, explain
 from graphsrt.models import experts
@@ -305,6 +307,8 @@ def _export(wrapper: nn.Module, config: Any) -> torch.export.ExportedProgram:
             exported = torch.export.export(
                 wrapper, example, dynamic_shapes=dynamic, strict=False, prefer_deferred_runtime_asserts_over_guards=True
             )
+        if join_written_parts(exported.graph):
+            exported.graph_module.recompile()
         if any(_mutates(node) for node in exported.graph.nodes):
             exported = exported.run_decompositions({})  # functionalises in-place operators, keeps all others
     except CompileError:
@@ -336,6 +340,7 @@ def _convert(
     name: str,
     hidden: Sequence[int],
 ) -> Program:
+    split_complex(exported.graph)
     program = Program(name)
     prefix = getattr(model, "base_model_prefix", "")
     canonical = _canonical_names(model)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from graphsrt import check_rules_experts, ops  # noqa: F401  (its rule registers itself)
+from graphsrt import check_rules_experts, check_rules_latent, ops  # noqa: F401  (their rules register themselves)
 from graphsrt.check_rules import WHOLE, Held, Refused, call_of, derive, describe
 from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Layout, Partial, Run, Shard

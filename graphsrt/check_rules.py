@@ -134,7 +134,7 @@ def derive(call: Call) -> Any:
     if torch.Tag.nondeterministic_seeded in tags:
         raise Refused("random numbers differ from rank to rank")
     if all(item == WHOLE for item in inputs):
-        return _like_value(call, WHOLE)
+        return _repeated(call) or _like_value(call, WHOLE)
     for argument in node.all_input_nodes:
         item = call.held[argument]
         if isinstance(item, tuple):
@@ -588,6 +588,16 @@ def _expand(call: Call) -> Held:
     if call.shape(call.node)[dim] != place.layout.local_size:
         raise Refused(f"dim {place.dim} is divided and repeated as a whole", "repeats of other dims", describe(place))
     return shard(dim, place.layout)
+
+
+def _repeated(call: Call) -> Held | None:
+    """A whole value, repeated as often as each rank has positions: every address of such a dim holds the same."""
+    place, shape = call.node.meta.get("placement"), call.node.meta.get("val")
+    if call.node.target is not aten.expand.default or not isinstance(place, Shard) or shape is None:
+        return None
+    dim = place.dim - (shape.dim() - call.ndim("self"))
+    once = dim < 0 or call.shape(call.args["self"])[dim] == 1
+    return Held(place) if once and call.shape(call.node)[place.dim] == place.layout.local_size else None
 
 
 @rule(aten.repeat_interleave.self_int)

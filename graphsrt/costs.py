@@ -158,7 +158,7 @@ def cost(sizes: Sizes, node: fx.Node) -> Cost:
             weights += size
         else:
             activations += size
-    if node.target in (ops.radix_attention, ops.kv_write):
+    if node.target in WRITTEN:
         kv_read, kv_written = _kv_traffic(sizes, node)
     return Cost(flops, weights, activations, kv_read, kv_written)
 
@@ -221,13 +221,17 @@ def slot_bytes(program: Program, name: str) -> int:
     return math.prod(int(size) for size in pool.shape if size != "slots") * pool.dtype.itemsize
 
 
+WRITTEN: dict[Any, str] = {ops.radix_attention: "k", ops.kv_write: "k", ops.radix_latent_attention: "latent"}
+"""Operators that read and write the pool, and the argument with what they write."""
+
+
 def _kv_traffic(sizes: Sizes, node: fx.Node) -> tuple[int, int]:
     """Bytes of the pool that are read and written by an operator of one layer."""
     args = arguments(node)
     pool = str(args["kv_pool"].target)
     layers = int(sizes.program.inputs[pool].shape[0])
     token = slot_bytes(sizes.program, pool) // layers  # keys and values of one token in this layer
-    written = token * sizes.step.tokens if args["k"] is not None else 0
+    written = token * sizes.step.tokens if args[WRITTEN[node.target]] is not None else 0
     if node.target is ops.kv_write:
         return 0, written
     return token * sizes.step.keys_read(args["sliding_window"], args["chunk_size"]), written
@@ -277,6 +281,17 @@ def _attention(sizes: Sizes, node: fx.Node, args: dict[str, Any], names: tuple[s
     return 2 * heads * sizes.step.pairs(args["sliding_window"], args["chunk_size"]) * (size + value_size)
 
 
+def _latent_attention(sizes: Sizes, node: fx.Node, args: dict[str, Any], names: tuple[str, str]) -> int:
+    query = sizes.of(args[names[0]])[0][0]
+    _, heads, size = query
+    rope_size, value_size = sizes.of(args["q_rope"])[0][0][-1], sizes.of(node)[0][0][-1]
+    # a multiplication and an addition × query heads × pairs × (scores: q·k in both parts, then probabilities · v)
+    flops = 2 * heads * sizes.step.pairs(args["sliding_window"]) * (size + rope_size + value_size)
+    if "w_kv_b" in args:  # latents of all tokens become keys and values: as a matrix product
+        flops += 2 * math.prod(sizes.of(args["latent"])[0][0]) * sizes.of(args["w_kv_b"])[0][0][0]
+    return flops
+
+
 Counter = Callable[[Sizes, fx.Node, dict[str, Any], tuple[str, str]], int]
 FLOPS: dict[Any, tuple[Counter, tuple[str, str]]] = {
     aten.linear.default: (_matmul, ("input", "weight")),
@@ -290,6 +305,8 @@ FLOPS: dict[Any, tuple[Counter, tuple[str, str]]] = {
     aten.conv2d.default: (_convolution, ("input", "weight")),
     ops.attention: (_attention, ("q", "k")),
     ops.radix_attention: (_attention, ("q", "kv_pool")),
+    ops.latent_attention: (_latent_attention, ("q_nope", "latent")),
+    ops.radix_latent_attention: (_latent_attention, ("q_latent", "kv_pool")),
 }
 """Operators with FLOPs that count, how to count them, and their two operands."""
 

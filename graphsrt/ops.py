@@ -412,3 +412,7 @@ take_own = _collective(
 
 from graphsrt import ops_norms  # noqa: E402, F401
 from graphsrt.ops_experts import moe_experts as moe_experts  # noqa: E402
+from graphsrt.ops_latent import latent_attention as latent_attention  # noqa: E402
+from graphsrt.ops_latent import radix_latent_attention as radix_latent_attention  # noqa: E402
+
+ATTENTIONS |= {latent_attention, radix_latent_attention}

@@ -169,6 +169,10 @@ class Executable:
             from graphsrt.lowering.kernels import radix_attention
 
             return radix_attention.radix_attention if node.target is ops.radix_attention else radix_attention.kv_write
+        if node.target is ops.radix_latent_attention:
+            from graphsrt.lowering.kernels.radix_latent_attention import radix_latent_attention
+
+            return radix_latent_attention
         assert callable(node.target)
         # An operator with kernels goes through the dispatcher, which knows the device.
         return node.target if ops.KERNELS.get(node.target) else plain(node.target)  # type: ignore[call-overload]

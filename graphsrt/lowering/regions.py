@@ -25,7 +25,9 @@ from graphsrt import ops
 from graphsrt.errors import CompileError, explain
 from graphsrt.program import Program, is_mutating, target_from_name, target_name, where
 
-WITH_KERNELS = {ops.attention, ops.radix_attention, ops.kv_write, ops.moe_experts}
+WITH_KERNELS = {
+    ops.attention, ops.latent_attention, ops.radix_attention, ops.radix_latent_attention, ops.kv_write, ops.moe_experts,
+}  # fmt: skip
 """Operators that run a kernel of their own and are never part of a region."""
 
 MAY_COPY = {"aten::to", "aten::reshape", "aten::reshape_as", "aten::contiguous", "aten::flatten", "aten::type_as"}

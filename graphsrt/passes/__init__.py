@@ -9,6 +9,7 @@ from graphsrt.passes.merge_qkv import merge_qkv
 from graphsrt.passes.normalize import normalize
 from graphsrt.passes.page_attention import page_attention
 from graphsrt.passes.recognize_gated_mlp import recognize_gated_mlp
+from graphsrt.passes.recognize_latent_attention import recognize_latent_attention
 from graphsrt.passes.recognize_rms_norm import recognize_rms_norm
 from graphsrt.passes.recognize_rope import recognize_rope
 from graphsrt.passes.runner import insert
@@ -20,6 +21,7 @@ PIPELINE: list[Callable[..., int]] = [
     normalize,
     recognize_rms_norm,
     recognize_rope,
+    recognize_latent_attention,
     recognize_gated_mlp,
     split_linears,
     shard_tensor_parallel,

@@ -17,6 +17,7 @@ from graphsrt.dump import SEED
 from graphsrt.program import Program, map_arguments, target_name
 
 _ROWS = 5
+SCALES = (1e-4, 1.0, 1e3)
 _seen: dict[tuple, str | None] = {}
 
 
@@ -26,13 +27,17 @@ def disagreement(
     values: dict[str, fx.Node],
     literals: dict[str, Any],
     replacement: Callable,
+    scales: tuple[float, ...] = SCALES,
 ) -> str | None:
-    """None if the region between ``values`` and ``outputs`` computes what ``replacement`` does, else the reason."""
+    """None if the region between ``values`` and ``outputs`` computes what ``replacement`` does, else the reason.
+
+    ``scales``: of the first value; one is enough for what is linear in it.
+    """
     region = _region(outputs, set(values.values()))
     key = (replacement, tuple(sorted(literals.items())), tuple(_signature(program, n, values) for n in region),
            tuple((k, program.shape(n), n.meta["val"].dtype) for k, n in values.items()))  # fmt: skip
     if key not in _seen:
-        _seen[key] = _compare(program, region, outputs, values, literals, replacement)
+        _seen[key] = _compare(program, region, outputs, values, literals, replacement, scales)
     return _seen[key]
 
 
@@ -61,10 +66,10 @@ def _region(outputs: list[fx.Node], stop: set[fx.Node]) -> list[fx.Node]:
 
 def _compare(
     program: Program, region: list[fx.Node], outputs: list[fx.Node], values: dict[str, fx.Node],
-    literals: dict[str, Any], replacement: Callable,
+    literals: dict[str, Any], replacement: Callable, scales: tuple[float, ...],
 ) -> str | None:  # fmt: skip
     generator = torch.Generator().manual_seed(SEED)
-    for scale in (1e-4, 1.0, 1e3):
+    for scale in scales:
         given = {}
         for name, node in values.items():
             given[name] = _sample(program, node, scale if name == next(iter(values)) else 1.0, generator)

@@ -16,6 +16,9 @@ from graphsrt.check_rules import Refused
 from graphsrt.errors import CompileError, explain
 from graphsrt.program import Program, arguments, aten, target_name, where
 
+_WRITES = {ops.radix_attention: "k", ops.radix_latent_attention: "latent"}
+"""Operators that remember tokens, and the argument with what they remember."""
+_ATTENTION = (ops.attention, ops.latent_attention, *_WRITES)
 _CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout}
 
 
@@ -198,16 +201,16 @@ def _rounds(node: fx.Node, dtype: torch.dtype) -> bool:
 
 def _check_layers(program: Program, before: Program) -> None:
     """An attention keeps its layer number, and no two write keys of the same layer."""
-    old = {n.name: arguments(n)["layer_id"] for n in before.calls(ops.attention, ops.radix_attention)}
+    old = {n.name: arguments(n)["layer_id"] for n in before.calls(*_ATTENTION)}
     writers: dict[int, str] = {}
-    for node in program.calls(ops.attention, ops.radix_attention):
+    for node in program.calls(*_ATTENTION):
         args = arguments(node)
         layer, wanted = args["layer_id"], old.get(node.name)
         place = f"{node.name} {where(node)}".strip()
         if wanted is not None and layer != wanted:
             what = f"{target_name(node.target)} of layer {wanted} became one of layer {layer}"
             raise CompileError(explain(what, where=place, expected=f"layer_id={wanted}", got=f"layer_id={layer}"))
-        if args.get("k") is None or node.target is not ops.radix_attention:
+        if node.target not in _WRITES or args[_WRITES[node.target]] is None:
             continue
         if layer in writers:
             what = f"keys of layer {layer} are written twice"

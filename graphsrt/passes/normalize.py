@@ -5,7 +5,8 @@
 
 The batch of one that transformers wants is dropped, so values are ``[T, E]``. Casts to the dtype that a value already
 has, aliases, copies, dropout outside training, whole slices, factors of one and pairs of transposes go. ``chunk`` and
-``split`` become slices, ``reshape`` becomes ``view`` where it copies nothing, dimensions count from the front.
+``split`` become slices, ``reshape`` and ``flatten`` become ``view`` where that copies nothing, dimensions count from
+the front.
 
 Needs: a captured program.  Leaves: no value with a leading batch dimension, unless an operator is not known here (its
 arguments then get the dimension back and the result is still right).
@@ -64,9 +65,12 @@ class _Rewriter:
         self.values: dict[fx.Node, Value] = {}
         self.node: fx.Node  # the node being rewritten
         self.changed = False
+        self._dtypes: dict[str, torch.dtype] = {}
 
     def run(self) -> bool:
         names = [node.name for node in self.old.nodes if node.op == "call_function"]
+        values = {node.name: node.meta.get("val") for node in self.old.nodes}
+        self._dtypes = {name: value.dtype for name, value in values.items() if isinstance(value, torch.Tensor)}
         program, old_outputs = self.program, self.program.outputs
         program.graph = fx.Graph()
         program.forget_names()
@@ -357,6 +361,9 @@ class _Rewriter:
             label = ".".join(part for part in (self.node.meta.get("module"), role) if part)
         new = self.program.call(target, *args, name=label, like=self.node, **kwargs)
         self.program.infer([new])
+        dtype = getattr(new.meta["val"], "dtype", None)
+        while self._dtypes.get(new.name, dtype) != dtype:
+            self.program.rename(new, f"{new.name}_0")  # the name of a value of another dtype stays with that
         return new
 
     def _expands_nothing(self, x: fx.Node, size: list[int]) -> bool:

@@ -15,9 +15,11 @@ Source: PagedAttention (Kwon et al. 2023); token-granular tables as in SGLang's 
 from __future__ import annotations
 
 import torch
+import torch.fx as fx
 
 from graphsrt import ops
 from graphsrt.errors import CompileError, explain
+from graphsrt.passes.page_latent import page_latent, pool_size
 from graphsrt.placement import R, Shard
 from graphsrt.program import Input, NearMiss, Program, arguments
 
@@ -35,9 +37,17 @@ def page_attention(
     program: Program, *, kv_dtype: torch.dtype | None = None, near_misses: list[NearMiss] | None = None
 ) -> int:
     """Turn every attention into its paged form; the count is of attention operators. ``kv_dtype``: of the pool."""
-    nodes = program.calls(ops.attention)
+    nodes, latents = program.calls(ops.attention), program.calls(ops.latent_attention)
     if not nodes:
-        return 0
+        return _page_latents(program, latents, kv_dtype) if latents else 0
+    if latents:
+        raise CompileError(
+            explain(
+                "some layers remember keys and values, others latents; one pool cannot hold both",
+                where=f"{nodes[0].name} and {latents[0].name}",
+                hint='compile with without=["recognize_latent_attention"], or see why that pass left layers out',
+            )
+        )
     shapes = {(tuple(program.shape(arguments(n)["k"])[1:]), tuple(program.shape(arguments(n)["v"])[1:])) for n in nodes}
     if len(shapes) != 1 or len({s for pair in shapes for s in pair}) != 1:
         raise CompileError(
@@ -53,13 +63,9 @@ def page_attention(
     first = arguments(nodes[0])["k"]
     place = first.meta.get("placement")
     pool_shape = (layers, 2, "slots", kv_heads, head_size)
-    pool = program.add_input("kv_pool", Input(pool_shape, kv_dtype or first.meta["val"].dtype, "kv_pool"))
-    batch = [program.add_input(name, item) for name, item in BATCH_INPUTS.items()]
-    if place is not None:
-        for node in (pool, *batch):
-            node.meta["placement"] = R
-        if isinstance(place, Shard):
-            pool.meta["placement"] = Shard(3, place.layout)
+    pool, batch = _add_inputs(program, pool_shape, kv_dtype or first.meta["val"].dtype, place is not None)
+    if isinstance(place, Shard):
+        pool.meta["placement"] = Shard(3, place.layout)
     for node in nodes:
         args = arguments(node)
         keywords = {name: value for name, value in args.items() if name not in ("q", "k", "v") and value is not None}
@@ -76,8 +82,31 @@ def page_attention(
     return len(nodes)
 
 
+def _page_latents(program: Program, nodes: list[fx.Node], kv_dtype: torch.dtype | None) -> int:
+    """Every rank remembers all latents: heads share them, whichever rank they are on."""
+    layers = 1 + max(arguments(node)["layer_id"] for node in nodes)
+    latent = arguments(nodes[0])["latent"]
+    shape = (layers, "slots", pool_size(program, nodes))
+    pool, batch = _add_inputs(program, shape, kv_dtype or latent.meta["val"].dtype, "placement" in latent.meta)
+    for node in nodes:
+        page_latent(program, node, pool, batch)
+    program.infer()
+    return len(nodes)
+
+
+def _add_inputs(
+    program: Program, pool_shape: tuple[int | str, ...], dtype: torch.dtype, sharded: bool
+) -> tuple[fx.Node, list[fx.Node]]:
+    pool = program.add_input("kv_pool", Input(pool_shape, dtype, "kv_pool"))
+    batch = [program.add_input(name, item) for name, item in BATCH_INPUTS.items()]
+    if sharded:
+        for node in (pool, *batch):
+            node.meta["placement"] = R
+    return pool, batch
+
+
 def _expected(program: Program) -> int:
-    return len(program.calls(ops.attention))
+    return len(program.calls(ops.attention, ops.latent_attention))
 
 
 page_attention.expect = _expected  # type: ignore[attr-defined]

@@ -20,13 +20,14 @@ from graphsrt import ops
 from graphsrt.placement import R
 from graphsrt.program import Input, NearMiss, Program, arguments, aten
 
+_PAGED = (ops.radix_attention, ops.radix_latent_attention)
 _ROWWISE = {aten.linear.default, aten.to.dtype, ops.rms_norm, ops.glu, ops.all_reduce}
 _ROWWISE_ALONG_OTHER_DIMS = {aten.slice.Tensor, ops.all_gather, aten.softmax.int}
 
 
 def select_logit_rows(program: Program, *, near_misses: list[NearMiss] | None = None) -> int:
     """Select rows as early as possible; 1 if the program now does, 0 if it did already or has no paged attention."""
-    if "logit_rows" in program.inputs or not program.calls(ops.radix_attention):
+    if "logit_rows" in program.inputs or not program.calls(*_PAGED):
         return 0
     result = next(iter(reversed(program.graph.nodes)))
     chosen = {result}  # what is wanted for the chosen rows alone
@@ -78,7 +79,7 @@ def _row_argument(program: Program, node: fx.Node) -> fx.Node | None:
 
 
 def _expected(program: Program) -> int:
-    return int(bool(program.calls(ops.radix_attention)) and "logit_rows" not in program.inputs)
+    return int(bool(program.calls(*_PAGED)) and "logit_rows" not in program.inputs)
 
 
 select_logit_rows.expect = _expected  # type: ignore[attr-defined]

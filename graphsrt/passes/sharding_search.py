@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 
 from graphsrt import ops
+from graphsrt.passes import demand_latent  # noqa: F401  (its rule registers itself)
 from graphsrt.passes.demand import Refusal, demand
 from graphsrt.placement import Layout, Shard
 from graphsrt.program import Program, arguments, aten

@@ -30,7 +30,8 @@ from graphsrt.recipes import Recipe, Take
 
 _VIEWS = {aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim}
 _CUTS = {aten.slice.Tensor, aten.select.int}
-_JOINS = {aten.cat.default, aten.stack.default}
+_JOINS = {aten.cat.default, aten.stack.default, ops.latent_attention}
+_ENDS = {aten.linear.default, *ops.ATTENTIONS} - _JOINS
 _MAX_RUNS = 1024
 """More runs of rows than this would make a program's text unreadable; such a weight stays as it is."""
 
@@ -131,14 +132,14 @@ def _leaves(part: _Part) -> list[_Part]:
 
 
 def _joined_again(parts: list[_Part]) -> bool:
-    """Whether two parts meet in one ``cat`` before the next linear or attention."""
+    """Whether two parts meet in one ``cat``, or one latent attention, before the next linear or attention."""
     seen: dict[fx.Node, int] = {}
     for index, part in enumerate(parts):
         stack, mine = [part.node], set()
         while stack:
             node = stack.pop()
             for user in node.users:
-                if user in mine or user.target is aten.linear.default or user.target in ops.ATTENTIONS:
+                if user in mine or user.target in _ENDS:
                     continue
                 mine.add(user)
                 if user.target in _JOINS:
