@@ -74,6 +74,7 @@ class _Rewriter:
         program, old_outputs = self.program, self.program.outputs
         program.graph = fx.Graph()
         program.forget_names()
+        program._taken.update(names)  # a value keeps its name, so no other may take it
         for node in self.old.nodes:
             self.node = node
             if node.op == "placeholder":
@@ -92,6 +93,7 @@ class _Rewriter:
 
     def _rewrite(self, node: fx.Node) -> Value:
         target: Any = node.target
+        self.program._taken.discard(node.name)
         if target is operator.getitem:
             items, batch = self.values[node.all_input_nodes[0]]
             index: Any = node.args[1]
@@ -126,12 +128,20 @@ class _Rewriter:
             return self._expand(x, batch, list(arguments["size"]))
         if target in _BY_DIM:
             return self._by_dim(target, arguments)
+        if target is aten.stack.default:
+            return self._stack(arguments)
         if target is aten.linear.default:
             rank = self._rank(x, batch)
             if batch is None or batch < rank - 1:
                 bias = arguments["bias"]
                 rest = [] if bias is None else [bias[0]]
                 return self._emit(target, x, arguments["weight"][0], *rest), batch
+        if target in (aten.addmm.default, aten.mm.default) and self._is_affine(arguments):
+            return self._affine(arguments)
+        if target is aten.layer_norm.default and (batch is None or batch < self._rank(x, batch) - 1):
+            vectors = [arguments[name] and arguments[name][0] for name in ("weight", "bias")]
+            if len(arguments["normalized_shape"]) == 1:
+                return self._emit(target, x, arguments["normalized_shape"], *vectors, arguments["eps"]), batch
         if target is aten.embedding.default:
             return self._emit(target, arguments["weight"][0], arguments["indices"][0]), arguments["indices"][1]
         if target in (aten.matmul.default, aten.bmm.default):
@@ -170,6 +180,32 @@ class _Rewriter:
 
         args, kwargs = map_arguments(node, align)
         return self._emit(node.target, *args, **kwargs), batch
+
+    def _is_affine(self, arguments: dict[str, Any]) -> bool:
+        """Whether ``addmm`` or ``mm`` multiplies by a weight ``[in, out]`` and adds a weight ``[out]`` or nothing."""
+        weight = self.program.weight_of(arguments["mat2"][0])
+        if "mat1" not in arguments:
+            return weight is not None
+        bias = self.program.weight_of(arguments["self"][0])
+        return (
+            weight is not None
+            and bias is not None
+            and len(bias.shape) == 1
+            and arguments["beta"] == 1 == arguments["alpha"]
+        )
+
+    def _affine(self, arguments: dict[str, Any]) -> Value:
+        """The same as ``linear``, whose weight is ``[out, in]``: GPT-2 keeps its weights the other way round."""
+        x, batch = arguments["mat1" if "mat1" in arguments else "self"]
+        name = str(arguments["mat2"][0].target)
+        whole = self.program.weights[name]
+        path, _, last = name.rpartition(".")
+        turned = f"{path}.transposed_{last}" if path else f"transposed_{last}"
+        if turned not in self.program.weights:
+            recipe = Transpose(whole.recipe, 0, 1)
+            self.program.add_weight(turned, Weight((whole.shape[1], whole.shape[0]), whole.dtype, recipe))
+        bias = [arguments["self"][0]] if "mat1" in arguments else []
+        return self._emit(aten.linear.default, x, self.program.weight_node(turned), *bias), batch
 
     def _keeps_dtype(self, node: fx.Node) -> bool:
         return node.meta["val"].dtype == node.all_input_nodes[0].meta["val"].dtype
@@ -296,6 +332,16 @@ class _Rewriter:
         new_dim = local if isinstance(arguments["dim"], list) else local[0]
         values: Any = [x for x, _ in parts] if isinstance(arguments[first], list) else parts[0][0]
         return self._with_dim(target, values, new_dim, arguments), kept
+
+    def _stack(self, arguments: dict[str, Any]) -> Value:
+        parts = arguments["tensors"]
+        batches = {batch for _, batch in parts}
+        if len(batches) > 1:
+            return self._unknown(self.node)
+        (batch,) = batches
+        dim = self._dim(*parts[0], arguments["dim"], extra=1)
+        kept = None if batch is None else batch + (dim <= batch)
+        return self._emit(aten.stack.default, [x for x, _ in parts], self._without(dim, kept)), kept
 
     def _with_dim(self, target: Any, x: Any, dim: Any, arguments: dict[str, Any]) -> Any:
         if target is aten.slice.Tensor:

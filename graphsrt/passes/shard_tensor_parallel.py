@@ -32,7 +32,7 @@ from graphsrt import ops
 from graphsrt.passes import late_reduction
 from graphsrt.passes.demand_experts import computed_weight, divide_experts, only_routes
 from graphsrt.passes.distributed_norm import distribute_norm
-from graphsrt.passes.sharding_search import Choice, Search, is_over_width, needed_whole
+from graphsrt.passes.sharding_search import Choice, Search, is_over_width, left_whole
 from graphsrt.placement import Layout, Partial, R, Shard
 from graphsrt.program import LOGITS, NearMiss, Program, Weight, arguments, aten
 from graphsrt.recipes import OnOwner, ShardOf, ShardStart
@@ -53,9 +53,8 @@ def shard_tensor_parallel(
     refused = {node: computed_weight(program, node) for node in program.calls(ops.moe_experts)}
     mixtures = [node for node, reason in refused.items() if reason is None]
     sums = late_reduction.flow([*choice.rows, *embeddings, *mixtures])
-    for node in program.calls(aten.linear.default):
-        if node not in choice.columns and node not in choice.rows and not needed_whole(choice, node, sums):
-            refused[node] = choice.refused.get(node, "not asked for")
+    for node in left_whole(program, choice, sums):
+        refused[node] = choice.refused.get(node, "not asked for")
     if near_misses is not None:
         near_misses += [NearMiss(n.name, n.meta.get("module", ""), why) for n, why in refused.items() if why]
     _Writer(program, axis, ranks, choice, experts).write(embeddings, mixtures)

@@ -170,13 +170,23 @@ def _reads_no_value(node: fx.Node) -> bool:
     return node.target in (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 
 
-def needed_whole(choice: Choice, linear: fx.Node, sums: set[fx.Node]) -> bool:
-    """Whether all that reads the result of a linear that stays whole is divided and needs it whole.
+def left_whole(program: Program, choice: Choice, sums: set[fx.Node]) -> list[fx.Node]:
+    """The linears that should have been divided and are not; ``sums`` are the values that partial sums flow into.
 
-    Such a linear is no failure: a router, or a projection to a latent that divided projections read. Dividing it would
-    cost a collective of its own. A linear whose partner stays whole as well is none of these. ``sums``: the values that
-    partial sums flow into.
+    A linear that stays whole is no failure where all that reads its result is divided and needs it whole: a router, or
+    a projection to a latent that divided projections read. Dividing it would cost a collective of its own. But one that
+    reads what another failure left whole is its partner, and a failure as well.
     """
+    failed: dict[fx.Node, None] = {}
+    for linear in program.calls(aten.linear.default):
+        if linear in choice.columns or linear in choice.rows:
+            continue
+        if not _is_needed_whole(choice, linear, sums) or any(node in failed for node in _linears_behind(linear)):
+            failed[linear] = None
+    return list(failed)
+
+
+def _is_needed_whole(choice: Choice, linear: fx.Node, sums: set[fx.Node]) -> bool:
     stack, seen = list(linear.users), {linear}
     while stack:
         node = stack.pop()
@@ -187,3 +197,18 @@ def needed_whole(choice: Choice, linear: fx.Node, sums: set[fx.Node]) -> bool:
             return False
         stack += node.users
     return True
+
+
+def _linears_behind(linear: fx.Node) -> list[fx.Node]:
+    """The linears whose results a linear's input is computed from without another addition to the residual."""
+    found, stack, seen = [], [linear.args[0]], set()
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        if node.target is aten.linear.default:
+            found.append(node)
+        elif node.target is not aten.add.Tensor:
+            stack += node.all_input_nodes
+    return found

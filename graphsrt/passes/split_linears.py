@@ -107,19 +107,31 @@ def _follow(program: Program, part: _Part) -> None:
 def _addresses(program: Program, user: fx.Node, part: _Part) -> Addresses | None:
     """What ``user`` reads of the linear's output; None if it is not a view or a cut, or touches the tokens."""
     shape = program.shape(user) if user.target in _VIEWS | _CUTS else ()
-    if not shape or shape[0] != "T" or not all(isinstance(size, int) for size in shape[1:]):
+    before = program.shape(part.node)
+    if shape.count("T") != 1 or any(size != "T" and not isinstance(size, int) for size in shape):
         return None
     args = arguments(user)
     if user.target in _VIEWS:
-        return part.addresses.reshape([int(size) for size in shape[1:]])
-    if args["dim"] == 0:
+        if _ahead(shape) != _ahead(before):
+            return None
+        return part.addresses.reshape(_channels(shape))
+    if before[args["dim"]] == "T":
         return None
-    axis = args["dim"] - 1
+    axis = args["dim"] - (args["dim"] > before.index("T"))
     if user.target is aten.select.int:
         return np.take(part.addresses, args["index"], axis)
     index = [slice(None)] * part.addresses.ndim
     index[axis] = slice(args["start"], args["end"], args["step"])
     return part.addresses[tuple(index)]
+
+
+def _ahead(shape: tuple[int | str, ...]) -> list[int | str]:
+    """The dimensions before that of the tokens; ones say nothing."""
+    return [size for size in shape[: shape.index("T")] if size != 1]
+
+
+def _channels(shape: tuple[int | str, ...]) -> list[int]:
+    return [int(size) for size in shape if size != "T"]
 
 
 def _leaves(part: _Part) -> list[_Part]:
@@ -199,11 +211,12 @@ def _split(program: Program, linear: fx.Node, part: _Part) -> fx.Node:
     new.meta["made_by"] = (*linear.meta.get("made_by", ()), "split_linears")
     program.infer([new])
     value = new
-    if part.addresses.ndim != 1:
+    shape = [-1 if size == "T" else int(size) for size in program.shape(part.node)]
+    if len(shape) != 2 or shape[0] != -1:
         value = program.call(
             aten.view.default,
             new,
-            [-1, *part.addresses.shape],
+            shape,
             name=f"{new.name}.view",
             before=part.node,
             like=part.node,
