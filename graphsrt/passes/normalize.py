@@ -339,7 +339,7 @@ class _Rewriter:
         if len(batches) > 1:
             return self._unknown(self.node)
         (batch,) = batches
-        dim = self._dim(*parts[0], arguments["dim"], extra=1)
+        dim = self._dim(parts[0][0], batch, arguments["dim"], extra=1)
         kept = None if batch is None else batch + (dim <= batch)
         return self._emit(aten.stack.default, [x for x, _ in parts], self._without(dim, kept)), kept
 
