@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from graphsrt.errors import RankError, explain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,16 +39,21 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Meeting:
-    """Counts collectives as they are entered and left: who has entered and not left waits for the others."""
+    """Counts collectives as they are entered and left: who has entered and not left waits for the others.
+
+    ``failed``: one has raised, so a peer is gone or late.
+    """
 
     def __init__(self) -> None:
         self.counts = np.zeros(2, dtype=np.int64)
+        self.failed = False
 
     def __enter__(self) -> None:
         self.counts[0] += 1
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.counts[1] += 1
+        self.failed |= kind is not None
 
 
 class ProcessCollectives:
@@ -191,9 +199,11 @@ class ProcessCollectives:
         if len(ranks) == 1:
             return ProcessCollectives(None)
         members = dist.get_process_group_ranks(self._host())
-        return ProcessCollectives(
+        part = ProcessCollectives(
             dist.new_group([members[r] for r in ranks], backend="gloo", use_local_synchronization=True)
         )
+        part.meeting = self.meeting
+        return part
 
     def _host(self) -> ProcessGroup:
         """The group for host memory. All ranks get here together, so that it can be made when first wanted."""
@@ -234,6 +244,31 @@ class ProcessCollectives:
                 rank, reason = self._store.get("graphsrt_abandoned").decode().split("\n", 1)
                 return int(rank), reason
         return None
+
+    def absent(self) -> list[int]:
+        """Ranks that do not say, within two seconds, that their collective has failed as ours has."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        if self._store is None:
+            return []
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"graphsrt_failed/{self.rank}", "")
+            until = time.monotonic() + 2.0
+            while others and time.monotonic() < until:
+                others = [rank for rank in others if not self._store.check([f"graphsrt_failed/{rank}"])]
+                time.sleep(0.02)
+        return others
+
+    def lost(self, error: BaseException) -> RankError:
+        """What a collective's ``error`` means: who has left, died or hangs."""
+        reason = self.abandoned_because()
+        if reason is not None:
+            return RankError(explain(f"rank {reason[0]} failed", got=reason[1]), rank=reason[0])
+        absent = self.absent()
+        names = f"rank {', '.join(map(str, absent))}" if absent else "a rank"
+        return RankError(
+            explain(f"{names} died or hangs", got=str(error), hint="look at the output of that rank"),
+            rank=absent[0] if absent else None,
+        )
 
 
 _NCCL_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}

@@ -282,10 +282,9 @@ class GroupExecutor(_Executor):
         try:
             return self._runner.step(words)
         except BaseException as error:
-            # Closed connections come after the reason is written: a reason here means that we are not the first.
-            lost = self._peer_lost(error) if self._collectives.abandoned_because() is not None else None
+            lost = self._peer_lost(error) if self._collectives.meeting.failed else None
             self._broken = str(lost or error)
-            self._collectives.abandon("".join(traceback.format_exception(error)))
+            self._collectives.abandon(str(lost) if lost else "".join(traceback.format_exception(error)))
             if lost is not None:
                 raise lost from error
             raise
@@ -309,11 +308,7 @@ class GroupExecutor(_Executor):
             raise RankError(explain("the ranks no longer work together", got=self._broken, hint="start them again"))
 
     def _peer_lost(self, error: BaseException) -> RankError:
-        reason = self._collectives.abandoned_because()
-        if reason is None:
-            lost = RankError(explain("a rank died or hangs", got=str(error), hint="look at the other ranks' output"))
-        else:
-            lost = RankError(explain(f"rank {reason[0]} failed", got=reason[1]), rank=reason[0])
+        lost = self._collectives.lost(error)
         self._broken = str(lost)
         return lost
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from graphsrt.recipes import leaves
 from graphsrt.runtime.agreement import COMPARE_EVERY
 from graphsrt.runtime.executor import STALL_TIMEOUT_S, GroupExecutor, LocalExecutor, WorkersExecutor
 from graphsrt.runtime.model_runner import EngineSizes, RankInit, rank_runner, simulated_runner, text_hash
+from graphsrt.runtime.network import interface_towards
 
 RUNNER = "graphsrt.runtime.model_runner:create"
 """What rank processes run."""
@@ -110,11 +112,17 @@ def _in_group(
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     collectives = ProcessCollectives.over_world(options.stall_timeout)
-    runner = rank_runner(
-        program, collectives.rank, collectives, checkpoint, sizes, backend=options.backend, device=device,
-        compare_every=options.compare_every,
-    )  # fmt: skip
-    return GroupExecutor(collectives, runner)
+    try:
+        runner = rank_runner(
+            program, collectives.rank, collectives, checkpoint, sizes, backend=options.backend, device=device,
+            compare_every=options.compare_every,
+        )  # fmt: skip
+        return GroupExecutor(collectives, runner)
+    except BaseException as error:
+        # The others are in a collective, or will be: they end with us, and know why.
+        lost = collectives.lost(error) if collectives.meeting.failed else None
+        collectives.abandon(str(lost) if lost else "".join(traceback.format_exception(error)))
+        raise (lost or error) from error
 
 
 def group_size(device: str) -> int:
@@ -122,6 +130,9 @@ def group_size(device: str) -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     if "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ:
+        # Read by gloo, also by the groups for host memory that NCCL's ranks have.
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
         torch.distributed.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo")
         return torch.distributed.get_world_size()
     return 0

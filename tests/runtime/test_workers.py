@@ -327,8 +327,8 @@ def test_torchrun(tmp_path):
             except (RankError, ValueError, KeyError) as error:
                 seen.append(f"{{type(error).__name__}}: {{error}}")
 
-        def new():
-            collectives = ProcessCollectives.over_world()
+        def new(timeout=None):
+            collectives = ProcessCollectives.over_world(timeout)
             return GroupExecutor(collectives, EchoRunner(rank, 2, collectives))
 
         def refuse():
@@ -345,6 +345,8 @@ def test_torchrun(tmp_path):
         attempt(lambda: "not reached")
         executor = new()
         attempt(lambda: executor.step_buffer(np.array([{RAISE}, 0])))
+        executor = new(1.0)
+        attempt(lambda: executor.step_buffer(np.array([{SLEEP}, 1, 4])))
         dist.barrier()
         open(sys.argv[1] + f"/{{rank}}.json", "w").write(json.dumps(seen))
         """)
@@ -362,6 +364,8 @@ def test_torchrun(tmp_path):
     assert all(seen[5].startswith("RankError: the ranks no longer work together") for seen in (driver, follower))
     assert driver[6] == "KeyError: 'the echo broke'"
     assert follower[6].startswith("RankError: rank 0 failed") and "the echo broke" in follower[6]
+    assert driver[7].startswith("RankError: rank 1 died or hangs")
+    assert follower[7].startswith("RankError: rank 0 failed") and "rank 1 died or hangs" in follower[7]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
