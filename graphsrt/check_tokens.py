@@ -129,7 +129,7 @@ def _pointwise(node: fx.Node, args: dict[str, Any]) -> str | None:
 
 for _target in _operators(
     "masked_fill.Scalar", "masked_fill.Tensor", "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar",
-    "dropout.default", "one_hot.default", "lerp.Tensor", "clamp.Tensor", "glu.default", "isin.Tensor_Scalar",
+    "dropout.default", "one_hot.default", "lerp.Tensor", "clamp.Tensor", "copy.default", "isin.Tensor_Scalar",
 ):  # fmt: skip
     RULES[_target] = _pointwise
 

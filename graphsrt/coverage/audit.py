@@ -15,10 +15,10 @@ import torch.fx as fx
 
 from graphsrt import ops
 from graphsrt.dump import weight_bytes
-from graphsrt.passes.runner import Stages
 from graphsrt.placement import Shard
 from graphsrt.program import Program, Weight, aten, target_name
 
+_PRODUCTS = (aten.linear.default, aten.addmm.default, aten.matmul.default)
 SMALL = 4
 """Values of a token in a collective that is not counted: the sums of a norm over a divided width."""
 
@@ -36,9 +36,8 @@ class Audit:
     faults: list[str] = field(default_factory=list)
 
 
-def audit(stages: Stages) -> Audit:
-    """Compare the final program of ``stages`` with the captured one."""
-    final, captured = stages.final, stages.programs[0][1]
+def audit(final: Program, captured: Program) -> Audit:
+    """Compare the final program with the captured one."""
     ranks = final.mesh.get("tp", 1)
     total = sum(map(weight_bytes, captured.weights.values()))
     result = Audit(sum(map(weight_bytes, final.weights.values())), total)
@@ -142,8 +141,8 @@ def _collectives(program: Program, budgets: dict[str, int], result: Audit) -> No
 def _budgets(captured: Program) -> dict[str, int]:
     """The fewest large collectives of each layer: one for attention, one more where an MLP reads what it made.
 
-    Seen in the captured graph: linears of a layer that read attention's result through another linear are a second
-    step; linears that do not are completed together with attention's own. "ends": embedding and logits.
+    Seen in the captured graph: linears and experts of a layer that read attention's result through another linear are a
+    second step; those that do not are completed together with attention's own. "ends": embedding and logits.
     """
     budgets = {"ends": 2}
     after: dict[fx.Node, int] = {}  # value -> attention and linears of its layer on the longest way to it
@@ -153,9 +152,10 @@ def _budgets(captured: Program) -> dict[str, int]:
             continue
         layer = layers[node] = layer_of(node)
         depth = max((after.get(n, 0) for n in node.all_input_nodes if layers.get(n) == layer), default=0)
-        if node.target is ops.attention:
+        name = target_name(node.target)
+        if "attention" in name:
             depth = 1
-        elif node.target is aten.linear.default and depth >= 1:
+        elif depth >= 1 and (node.target in _PRODUCTS or "moe" in name):
             depth += 1
         after[node] = depth
         if layer != "ends":
