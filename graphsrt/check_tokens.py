@@ -28,6 +28,8 @@ Rule = Callable[[fx.Node, dict[str, Any]], str | None]
 
 RULES: dict[Any, Rule] = {}
 
+_MEET = "brings tokens together with other tokens"
+
 
 def check_tokens(program: Program) -> None:
     """Raise CompileError at the first operator that lets tokens meet, or of which that is not known."""
@@ -99,7 +101,7 @@ def _touches(value: Any, dims: Any) -> str | None:
 def _aligned(values: Iterable[Any]) -> str | None:
     """Operands that broadcast: tokens have to be in the same place, counted from the last dimension."""
     places = {tuple(_from_end(v)) for v in values if isinstance(v, fx.Node) and token_dims(v)}
-    return "brings tokens together with other tokens" if len(places) > 1 else None
+    return _MEET if len(places) > 1 else None
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -201,6 +203,19 @@ def _slice(node: fx.Node, args: dict[str, Any]) -> str | None:
     return None if kept_all else _touches(x, dim)
 
 
+@_rule(*_operators("slice_scatter.default"))
+def _slice_scatter(node: fx.Node, args: dict[str, Any]) -> str | None:
+    return _slice(node, args) or _aligned([args["self"], args["src"]])
+
+
+@_rule(*_operators("select_scatter.default"))
+def _select_scatter(node: fx.Node, args: dict[str, Any]) -> str | None:
+    x, src = args["self"], args["src"]
+    dim = args["dim"] % _rank(x)
+    kept = [d if d < dim else d - 1 for d in token_dims(x)]
+    return _touches(x, dim) or (_MEET if token_dims(src) not in ([], kept) else None)
+
+
 @_rule(*_operators("cat.default", "stack.default", "concat.default", "hstack.default"))
 def _cat(node: fx.Node, args: dict[str, Any]) -> str | None:
     parts = args["tensors"]
@@ -240,7 +255,7 @@ def _product(a: fx.Node, b: fx.Node) -> str | None:
         return "sums over the tokens"
     batch = ({d for d in rows if d < -2}, {d for d in columns if d < -2})
     if rows and columns and (batch[0] != batch[1] or -2 in rows or -1 in columns):
-        return "brings tokens together with other tokens"
+        return _MEET
     return None
 
 
@@ -256,7 +271,7 @@ def _index_along(node: fx.Node, args: dict[str, Any]) -> str | None:
     if node.target in _operators("index_select.default", "index_add.default", "index_copy.default"):
         others = []  # a list of places along dim, not one for each element
         if token_dims(args["index"]) and token_dims(args["self"]):
-            return "brings tokens together with other tokens"
+            return _MEET
     return _touches(args["self"], args["dim"]) or _aligned([args["self"], *others])
 
 
@@ -268,7 +283,7 @@ def _index(node: fx.Node, args: dict[str, Any]) -> str | None:
     if reason := _touches(x, indexed):
         return reason
     if token_dims(x) and any(token_dims(i) for i in indices if i is not None):
-        return "brings tokens together with other tokens"
+        return _MEET
     return _aligned([i for i in indices if i is not None])
 
 

@@ -60,7 +60,7 @@ def _bytes(program: Program, ranks: int, result: Audit) -> None:
             if extra:
                 whole["padding and replicas"] += extra
         elif _is_matrix(weight):
-            users = list(program.weight_node(name).users)
+            users = _readers(program.weight_node(name))
             if any(_is_router(user) for user in users):
                 whole["routers"] += size
             elif "rope" in target_name(users[0].target) or _is_computed(weight):
@@ -76,6 +76,14 @@ def _bytes(program: Program, ranks: int, result: Audit) -> None:
                    if report.name == "shard_tensor_parallel"}  # fmt: skip
         why = f" ({' / '.join(sorted(refused)[:3])})" if refused else ""
         result.faults.append(f"{len(left)} matrices stay whole: {', '.join(left[:3])}{why}")
+
+
+def _readers(weight: fx.Node) -> list[fx.Node]:
+    """Who uses a weight, through casts of it."""
+    found = []
+    for user in weight.users:
+        found += _readers(user) if user.target is aten.to.dtype else [user]
+    return found
 
 
 def _is_matrix(weight: Weight) -> bool:
@@ -100,8 +108,6 @@ def _is_router(node: fx.Node) -> bool:
             if "topk" in name or "moe" in name or "experts" in name:
                 return True
             if user in seen or user.target in (aten.linear.default, ops.attention) or user.op != "call_function":
-                continue
-            if prod(s for s in _sizes(user) if s > 0) > 4096:
                 continue
             seen.add(user)
             stack.append(user)
