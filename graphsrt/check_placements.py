@@ -18,7 +18,7 @@ from graphsrt import check_rules_experts, check_rules_latent, ops  # noqa: F401 
 from graphsrt.check_rules import WHOLE, Held, Refused, call_of, derive, describe
 from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Layout, Partial, Run, Shard
-from graphsrt.program import Program, Weight, target_name, where
+from graphsrt.program import LOGITS, Program, Weight, target_name, where
 from graphsrt.recipes import (
     Cat,
     Ckpt,
@@ -66,12 +66,15 @@ def check_placements(program: Program, axis: str = "tp") -> None:
                 explain(f"{label}: {refusal.what}", where=place, expected=refusal.expected, got=refusal.got)
             ) from None
     for name, node in program.outputs.items():
-        if held[node] != WHOLE:
+        last = node.meta["val"].dim() - 1
+        place = held[node].placement
+        divided = name == LOGITS and isinstance(place, Shard) and place.dim == last and held[node].plain
+        if held[node] != WHOLE and not divided:
             raise CompileError(
                 explain(
                     f"the program's result {name} is not whole on every rank",
                     where=f"{node.name} {where(node)}".strip(),
-                    expected="R",
+                    expected=f"R or S({last})" if name == LOGITS else "R",
                     got=str(held[node]),
                 )
             )

@@ -174,6 +174,13 @@ class Layout:
         """Global address of every local position."""
         return [a for run in self.runs[rank] for a in range(run.start, run.start + run.length)]
 
+    def owned_block(self, rank: int) -> tuple[int, int]:
+        """First address and number of those that the rank owns. ValueError unless they come first and in one piece."""
+        first = self.runs[rank][0]
+        if any(run.owned for run in self.runs[rank][1:]):
+            raise ValueError(f"rank {rank} owns several pieces of {self}")
+        return first.start, first.length if first.owned else 0
+
     def label(self) -> str:
         """Short form for folded views: ``4096/8``, ``768(576)/4`` when padded, ``2048×2/16`` when replicated."""
         total = self.local_size * self.ranks

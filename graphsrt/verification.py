@@ -313,7 +313,7 @@ def _compare_stage(stage: _Stage, reference: Reference, seed: int) -> None:
             else:
                 given = {"tokens": reference.tokens[count], "positions": torch.arange(count)}
                 inputs = {name: given[name] for name in stage.program.inputs}
-                out = simulate(stage.program, inputs, stage.weights, axis=stage.axis, watch=watch)
+                out = _whole(stage, simulate(stage.program, inputs, stage.weights, axis=stage.axis, watch=watch))
         except (RuntimeError, IndexError, ValueError) as error:
             _bad(stage.result, watch.last, f"{type(error).__name__} at T = {count}: {str(error).splitlines()[0]}")
             return
@@ -323,6 +323,12 @@ def _compare_stage(stage: _Stage, reference: Reference, seed: int) -> None:
             return
     if "kv_pool" in stage.program.inputs:
         _paged_steps(stage, reference, seed)
+
+
+def _whole(stage: _Stage, out: Values) -> Values:
+    """The results to look at: that of every rank, or the one that ranks hold parts of."""
+    place = stage.program.output.meta.get("placement")
+    return [gather(out, place)] if isinstance(place, Shard) else out
 
 
 def _compare_logits(stage: _Stage, out: Values, wanted: torch.Tensor, told: str) -> None:
@@ -529,7 +535,7 @@ class _Memory:
             given["out_cache_loc"] = torch.cat([given["out_cache_loc"], torch.full((_PAD_ROWS,), -1)])
         inputs = {name: given[name] for name in stage.program.inputs}
         out = simulate(stage.program, inputs, stage.weights, axis=stage.axis, watch=watch)
-        return [value[: sum(lengths)] for value in out]
+        return [value[: sum(lengths)] for value in _whole(stage, out)]
 
 
 def _paged_once(stage: _Stage, tokens: torch.Tensor, watch: _Watch, seed: int) -> Values:

@@ -13,6 +13,7 @@ from graphsrt.passes.recognize_latent_attention import recognize_latent_attentio
 from graphsrt.passes.recognize_rms_norm import recognize_rms_norm
 from graphsrt.passes.recognize_rope import recognize_rope
 from graphsrt.passes.runner import insert
+from graphsrt.passes.scatter_logits import scatter_logits
 from graphsrt.passes.select_logit_rows import select_logit_rows
 from graphsrt.passes.shard_tensor_parallel import shard_tensor_parallel
 from graphsrt.passes.split_linears import split_linears
@@ -29,6 +30,7 @@ PIPELINE: list[Callable[..., int]] = [
     merge_gate_up,
     page_attention,
     select_logit_rows,
+    scatter_logits,
     fuse_add_rms_norm,
     fuse_silu_mul,
 ]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from graphsrt.check_placements import check_placements
@@ -23,6 +24,7 @@ from graphsrt.dump import DumpFolder, pass_reference
 from graphsrt.errors import CompileError, explain
 from graphsrt.passes.keeping import check_kept, record_provenance
 from graphsrt.passes.rewriter import rule_of
+from graphsrt.placement import global_shape
 from graphsrt.program import PassReport, Program, Site
 
 Pass = Callable[..., int]
@@ -208,16 +210,20 @@ def _check_types(program: Program, before: Program, name: str) -> None:
                     got=", ".join(program.outputs))
         )  # fmt: skip
     for old, new in zip(before.outputs.values(), program.outputs.values()):
-        was, now = old.meta["val"].dtype, new.meta["val"].dtype
-        if was != now or before.shape(old)[1:] != program.shape(new)[1:]:
+        (was, old_shape), (now, new_shape) = _global_type(before, old), _global_type(program, new)
+        if was != now or old_shape[1:] != new_shape[1:]:
             raise CompileError(
                 explain(
                     f"{name} changed the type of the result",
                     where=new.name,
-                    expected=f"{was} {list(before.shape(old))}",
-                    got=f"{now} {list(program.shape(new))}",
+                    expected=f"{was} {old_shape}",
+                    got=f"{now} {new_shape}",
                 )
             )
+
+
+def _global_type(program: Program, node: fx.Node) -> tuple[torch.dtype, list[int | str]]:
+    return node.meta["val"].dtype, global_shape(program.shape(node), node.meta.get("placement"))
 
 
 def _mark(program: Program, before: Program, name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from graphsrt.placement import Layout, Replicate, Shard
+from graphsrt.placement import Replicate, Shard
 
 Gather = Callable[[list[Tensor]], Tensor]
 """One tensor for each rank that is computed here → those of all ranks, ``[ranks, ...]``, the same bits everywhere."""
@@ -36,7 +36,7 @@ class Columns:
         if placement is None or isinstance(placement, Replicate):
             return Columns((0,), (int(value.meta["val"].shape[1]),))
         assert isinstance(placement, Shard) and placement.dim == 1, f"logits are {placement}"
-        owned = [consecutive(placement.layout, rank) for rank in range(placement.layout.ranks)]
+        owned = [placement.layout.owned_block(rank) for rank in range(placement.layout.ranks)]
         return Columns(tuple(start for start, _ in owned), tuple(count for _, count in owned), first_rank, gather)
 
     @property
@@ -66,14 +66,6 @@ class Columns:
         if not self.split:
             return local[0][:, : self.vocab_size]
         return torch.cat([part[:, :count] for part, count in zip(self.gather(list(local)), self.counts)], dim=1)
-
-
-def consecutive(layout: Layout, rank: int) -> tuple[int, int]:
-    """First address and number of those that the rank owns. ValueError unless they come first and in one piece."""
-    first = layout.runs[rank][0]
-    if any(run.owned for run in layout.runs[rank][1:]):
-        raise ValueError(f"rank {rank} owns several pieces of {layout}")
-    return first.start, first.length if first.owned else 0
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+import graphsrt
+from graphsrt import SamplingParams
 from graphsrt.errors import GraphsrtError
 from graphsrt.runtime import sampler
 from graphsrt.runtime.candidates import top
 from graphsrt.runtime.logprobs import log_probabilities
 from graphsrt.runtime.sampler import Sampling, sample
 from graphsrt.runtime.split_logits import SplitLogits, edit
+from tests.support import captures, tiny
 from tests.support.splits import columns, split
 
 VOCAB = 67  # 17, 17, 17 and 16 with one pad over four ranks; 23, 23 and 21 with two over three
@@ -182,3 +185,41 @@ def test_whole() -> None:
         for part, start, count in zip(local, layout.starts, layout.counts):
             part[:, :count] = logits[:, start : start + count]
         assert torch.equal(layout.whole(local), logits)
+
+
+def test_rank_processes_sample_as_gathered_logits_do() -> None:
+    """Two processes that each hold half of the vocabulary, against simulated ranks that gather it: bit for bit."""
+    features: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.5, "logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 1.5, "top_k": 5, "repetition_penalty": 1.4, "logprobs": 0},
+        {"temperature": 2.0, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+        {"temperature": 1.2, "min_p": 0.2, "logit_bias": {66: 3.0, 33: 2.0, 34: 2.0}, "min_new_tokens": 7},
+        {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "stop_token_ids": [5, 50], "logprobs": 67},
+    ]
+    params = [SamplingParams(max_new_tokens=9, seed=i, **own) for i, own in enumerate(features)]
+    prompts = [tiny.tokens(3 + 2 * i, seed=i) for i in range(len(params))]
+    model = tiny.model("llama", 4, 2, 1)
+    options: dict[str, Any] = {"tp": 2, "page_size": 4, "max_tokens_per_step": 20, "dtype": torch.float64}
+    with (
+        captures.shared(),
+        graphsrt.compile(model, backend="eager", **options) as split_up,
+        graphsrt.compile(model, ranks="simulated", without=["scatter_logits"], **options) as gathered,
+    ):
+        assert str(split_up.program().output.meta["placement"]) == "S(1)"
+        assert str(gathered.program().output.meta["placement"]) == "R"
+        got, want = split_up.generate(prompts, params), gathered.generate(prompts, params)
+        logits = [compiled.logits(prompts[-1]) for compiled in (split_up, gathered)]
+    assert torch.equal(*logits) and logits[0].shape == (len(prompts[-1]), tiny.VOCAB)
+    for one, other in zip(got, want):
+        assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
+        for mine, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
+            assert (mine is None) == (theirs is None)
+            for found, known in zip(mine or (), theirs or (), strict=True):
+                assert (found is None) == (known is None)
+                if found is not None and known is not None:
+                    assert (found.token_id, found.rank) == (known.token_id, known.rank)
+                    # a sum of exponentials in two parts or in one
+                    assert found.logprob == pytest.approx(known.logprob, abs=1e-13)
+                    assert [id for id, _ in found.top] == [id for id, _ in known.top]
+    assert sum(len(one.token_ids) for one in got) > 30

@@ -7,13 +7,13 @@ import math
 import torch
 
 from graphsrt.placement import Layout
-from graphsrt.runtime.split_logits import Columns, SplitLogits, consecutive
+from graphsrt.runtime.split_logits import Columns, SplitLogits
 
 
 def columns(vocab_size: int, ranks: int) -> Columns:
     """As a program whose result is divided over ``ranks`` ranks gives them, all of them in this process."""
     layout = Layout.blocks(vocab_size, ranks)
-    starts, counts = zip(*(consecutive(layout, rank) for rank in range(ranks)))
+    starts, counts = zip(*(layout.owned_block(rank) for rank in range(ranks)))
     return Columns(starts, counts)
 
 
@@ -23,6 +23,6 @@ def split(logits: torch.Tensor, ranks: int, pad: float = math.nan) -> SplitLogit
     parts = []
     for rank in range(ranks):
         part = logits[:, layout.addresses(rank)].clone()
-        part[:, consecutive(layout, rank)[1] :] = pad
+        part[:, layout.owned_block(rank)[1] :] = pad
         parts.append(part)
     return columns(logits.shape[1], ranks).cut(parts)
