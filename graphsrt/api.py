@@ -54,6 +54,7 @@ def trace(
     dump: str | os.PathLike | None = None,
     context_length: int | None = None,
     capture_hidden: Sequence[int] = (),
+    input_embeds: bool = False,
     limits: dict[str, int] | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
@@ -68,7 +69,7 @@ def trace(
     folder = dump if dump is not None else os.environ.get("GRAPHSRT_DUMP")
     dump_folder = DumpFolder(Path(folder)) if folder else None
     with _paused_collector():
-        program = _capture(source, tp, context_length, capture_hidden)
+        program = _capture(source, tp, context_length, capture_hidden, input_embeds)
         stages = run(program, chosen, strict=strict, dump=dump_folder, limits=limits)
     return Traced(source, stages)
 
@@ -91,6 +92,7 @@ def compile(
     verify: bool = False,
     context_length: int | None = None,
     capture_hidden: Sequence[int] = (),
+    input_embeds: bool = False,
     page_size: int = 16,
     max_total_tokens: int | None = None,
     max_running: int = 64,
@@ -122,7 +124,8 @@ def compile(
     ranks first, as :func:`verify` does.
     ``context_length``: most tokens of a sequence (default the model's). ``capture_hidden``: hidden states that
     ``logits(ids, hidden=True)`` gives beside the logits, by their index in transformers' ``output_hidden_states``: 0 is
-    the embedding, -1 the last layer's after the final norm, which ``embed`` needs. ``page_size``: tokens of a KV page;
+    the embedding, -1 the last layer's after the final norm, which ``embed`` needs. ``input_embeds``: prompts may be
+    embeddings, or have some among their tokens; steps cost a little more. ``page_size``: tokens of a KV page;
     ``max_total_tokens``: KV memory in tokens; ``max_running``: sequences at a time; ``max_tokens_per_step``: longer
     prompts are prefilled in chunks of this. ``prefix_cache``: keep computed KV for prompts that begin alike;
     ``policy``: ``"lpm"`` admits those with the longest cached prefix first, ``"fcfs"`` those that came first;
@@ -145,7 +148,7 @@ def compile(
     traced = trace(
         model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, passes=passes, without=without, stop_after=stop_after,
         experts=experts, strict=strict, dump=dump, context_length=context_length, capture_hidden=capture_hidden,
-        trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+        input_embeds=input_embeds, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     )  # fmt: skip
     source, stages = traced.source, traced.stages
     if verify:
@@ -166,11 +169,16 @@ def compile(
         executor, source.tokenizer, source.eos_token_ids, sizes.context_length, sizes.num_pages, page_size,
         vocab_size=program.constants["vocab_size"], max_running=sizes.max_running,
         max_tokens_per_step=max_tokens_per_step, prefix_cache=prefix_cache, policy=policy, max_queue=max_queue,
-        concat=torch.cat,
+        concat=torch.cat, embeds_width=_embeds_width(program),
     )  # fmt: skip
     compiled = CompiledModel(source, stages, engine, executor)
     compiled.compile_stats = stats
     return compiled
+
+
+def _embeds_width(program: Program) -> int | None:
+    declared = program.inputs.get("input_embeds")
+    return None if declared is None else int(declared.shape[1])
 
 
 def verify(
@@ -224,7 +232,9 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _capture(source: ModelSource, tp: int, context_length: int | None, hidden: Sequence[int] = ()) -> Program:
+def _capture(
+    source: ModelSource, tp: int, context_length: int | None, hidden: Sequence[int] = (), input_embeds: bool = False
+) -> Program:
     limit = source.context_length
     length = context_length if context_length is not None else limit
     if length is None:
@@ -233,7 +243,9 @@ def _capture(source: ModelSource, tp: int, context_length: int | None, hidden: S
         raise ValueError(explain("context_length must be positive", got=str(length)))
     check_config(source.config)
     indices = hidden_indices(hidden, source.config)
-    program = capture(on_meta(source), context_length=length, name=source.config.model_type, hidden=indices)
+    program = capture(
+        on_meta(source), context_length=length, name=source.config.model_type, hidden=indices, input_embeds=input_embeds
+    )
     program.mesh = {"tp": tp}
     return program
 

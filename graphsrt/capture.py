@@ -25,9 +25,10 @@ from graphsrt.capture_buffers import join_written_parts
 from graphsrt.capture_complex import split_complex
 from graphsrt.check_tokens import check_tokens
 from graphsrt.errors import CompileError, explain
+from graphsrt.flat_model import FlatModel
 from graphsrt.models import experts
 from graphsrt.models.stateful import check_stateless
-from graphsrt.program import LOGITS, Input, Program, Weight, arguments, aten
+from graphsrt.program import LOGITS, Input, Program, Weight, arguments, aten, where
 from graphsrt.recipes import Ckpt, Const
 
 INTERFACE = "graphsrt"
@@ -85,43 +86,6 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
         softcap=None if softcap is None else float(softcap), sinks=sinks,
     )  # fmt: skip
     return out[None], None
-
-
-class _Flattened(nn.Module):
-    """``(tokens [T], positions [T]) -> logits [T, V], hidden states [T, E]…`` of a causal LM.
-
-    ``hidden``: which, by their index in transformers' ``output_hidden_states``, whose way to find them is used as well.
-    A reference model is flat already, and gives only logits.
-    """
-
-    def __init__(self, net: nn.Module, hidden: Sequence[int] = ()):
-        from transformers import PreTrainedModel
-
-        super().__init__()
-        self.net = net
-        self.hidden = hidden
-        self.is_flat_already = not isinstance(net, PreTrainedModel)
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self.is_flat_already:
-            logits, states = self.net(tokens, positions), None
-        else:
-            asked = {"output_hidden_states": True} if self.hidden else {}
-            result = self.net(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **asked
-            )
-            logits, states = result.logits[0], result.hidden_states
-        if not self.hidden:
-            return (logits,)
-        if states is None or len(states) <= max(self.hidden):
-            raise CompileError(
-                explain(
-                    f"{type(self.net).__name__} does not give the hidden states that capture_hidden asks for",
-                    expected=f"output_hidden_states up to index {max(self.hidden)}",
-                    got="none" if states is None else f"{len(states)} of them",
-                )
-            )
-        return (logits, *(states[index][0] for index in self.hidden))
 
 
 def check_config(config: Any) -> None:
@@ -249,11 +213,13 @@ def hidden_indices(asked: Iterable[int], config: Any) -> list[int]:
     return sorted(found)
 
 
-def capture(model: Any, *, context_length: int, name: str | None = None, hidden: Sequence[int] = ()) -> Program:
+def capture(model: Any, *, context_length: int, name: str | None = None, hidden: Sequence[int] = (),
+            input_embeds: bool = False) -> Program:  # fmt: skip
     """Export a causal LM on the meta device (it is modified) as a :class:`Program`: a model of transformers, or a plain
     module ``(tokens [T], positions [T]) -> logits [T, V]`` with a ``config``, which calls ``ops.attention`` itself.
 
-    ``hidden``: indices of hidden states that are returned as well, as ``hidden_<index>``.
+    ``hidden``: indices of hidden states that are returned as well, as ``hidden_<index>``. ``input_embeds``: the program
+    takes embeddings in place of tokens; see :class:`FlatModel`.
 
     Raises CompileError where the model does something that a served program cannot keep: attention outside the
     interface, state between tokens, control flow on the token count.
@@ -275,7 +241,7 @@ def capture(model: Any, *, context_length: int, name: str | None = None, hidden:
             if buffer is not None:
                 module._buffers[key] = buffer.to("meta")
     try:
-        exported = _export(_Flattened(model, hidden), config)
+        exported = _export(FlatModel(model, hidden, input_embeds), config)
         program = _convert(exported, model, constants, name or str(getattr(config, "model_type", "model")), hidden)
     except CompileError as error:
         if getattr(model, "_supports_attention_backend", True):
@@ -299,9 +265,15 @@ def capture(model: Any, *, context_length: int, name: str | None = None, hidden:
     return program
 
 
-def _export(wrapper: nn.Module, config: Any) -> torch.export.ExportedProgram:
+def _export(wrapper: FlatModel, config: Any) -> torch.export.ExportedProgram:
     example = (torch.zeros(7, dtype=torch.long, device="meta"), torch.arange(7, device="meta"))
-    dynamic = {"tokens": {0: torch.export.Dim.DYNAMIC}, "positions": {0: torch.export.Dim.DYNAMIC}}
+    names = ("tokens", "positions")
+    if wrapper.takes_embeds:
+        table: Any = wrapper.embedding.weight
+        embeds = torch.zeros(7, table.shape[1], dtype=table.dtype, device="meta")
+        example = (*example, embeds, torch.zeros(7, 1, dtype=torch.bool, device="meta"))  # type: ignore[assignment]
+        names = (*names, "input_embeds", "is_embeds")  # type: ignore[assignment]
+    dynamic = {name: {0: torch.export.Dim.DYNAMIC} for name in names}
     try:
         with torch.no_grad():
             exported = torch.export.export(
@@ -354,6 +326,11 @@ def _convert(
             if node.name in ("tokens", "positions"):
                 values[node] = program.add_input(node.name, Input(("T",), torch.int64, node.name))
                 continue
+            if node.name in ("input_embeds", "is_embeds"):
+                given = node.meta["val"]
+                declared = Input(("T", int(given.shape[1])), given.dtype, f"forward_batch.{node.name}")
+                values[node] = program.add_input(node.name, declared)
+                continue
             if node.name not in parameters:
                 raise CompileError(
                     f"the captured graph has an input {node.name} that is neither a weight nor a token input"
@@ -378,7 +355,31 @@ def _convert(
             raise CompileError(f"the captured graph has a {node.op} node {node.name}, which is not supported")
     program.remove_dead()
     program.infer()
+    _check_embeds(program)
     return program
+
+
+def _check_embeds(program: Program) -> None:
+    """Where a row is an embedding there is no token, so nothing but the embedding may read it."""
+    if "input_embeds" not in program.inputs:
+        return
+    tokens, mask = (next(n for n in program.graph.nodes if n.name == name) for name in ("tokens", "is_embeds"))
+    replaced = {user for view in mask.users for user in (view, *view.users)}
+    seen, todo = set(), list(tokens.users)
+    while todo:
+        node = todo.pop()
+        if node in seen or node in replaced:
+            continue
+        seen.add(node)
+        if node.op == "output" or node.target is ops.attention:
+            raise CompileError(
+                explain(
+                    "the model reads token ids elsewhere than in its input embedding",
+                    where=where(next(iter(tokens.users))),
+                    hint="compile it without input_embeds",
+                )
+            )
+        todo += node.users
 
 
 def _convert_call(program: Program, node: fx.Node, values: dict[fx.Node, Any], prefix: str) -> fx.Node | None:

@@ -157,6 +157,7 @@ class CompiledModel(Traced):
     def logits(self, input_ids: Any, *, hidden: bool = False) -> Any:
         """Logits of every position: ``[T]`` ids give ``[T, V]``; a list of sequences gives a list, run as one batch.
 
+        With ``input_embeds`` of ``compile``, embeddings ``[T, E]`` stand for ids.
         ``hidden``: pairs instead, of the logits and a dict of the hidden states that ``capture_hidden`` of ``compile``
         named: their index (never negative) → ``[T, E]``. float64 if the model's dtype is float64, else float32.
         """
@@ -165,8 +166,9 @@ class CompiledModel(Traced):
         single = single or (
             not isinstance(input_ids, torch.Tensor) and len(input_ids) > 0 and isinstance(input_ids[0], int)
         )
+        single = single or (isinstance(input_ids, torch.Tensor) and input_ids.is_floating_point())
         sequences = [input_ids] if single else list(input_ids)
-        lists = [s.tolist() if isinstance(s, torch.Tensor) else [int(t) for t in s] for s in sequences]
+        lists = [s.tolist() if isinstance(s, torch.Tensor) and not s.is_floating_point() else s for s in sequences]
         if not hidden:
             results = self._serve(lambda: engine.logits(lists))
             return results[0] if single else results

@@ -63,6 +63,11 @@ class BackgroundSteps:
         """As ``Engine.stream``."""
         return self._events(self._engine.stream(prompt, params, timeout_s=timeout_s).request)
 
+    @property
+    def num_watched(self) -> int:
+        """Requests that coroutines wait for."""
+        return len(self._watched)
+
     def join(self) -> None:
         """Wait for the thread to end, once the engine is closed. All that wait are told."""
         thread = self._thread

@@ -121,6 +121,7 @@ class BatchBuilder:
             logit_rows=logit_rows,
             uniform=uniform_at(self._seed[row_of], np.maximum(position + 1 - num_prompt[owner], 0)),
             return_logits=wants_logits,
+            **_embeds(entries, after_last - extend),
             return_hidden=wants_hidden,
             prefix_updates=[
                 PrefixUpdate(row, start, self._table[row, start:stop].astype(np.int64))
@@ -129,6 +130,20 @@ class BatchBuilder:
             ],
             **sampling,
         )
+
+
+def _embeds(entries: list[Entry], first: Ints) -> dict[str, Any]:
+    """The embeddings among the rows; ``first`` is each entry's first row."""
+    found: list[tuple[Ints, Any]] = []
+    for entry, row in zip(entries, first.tolist()):
+        embeds, at = entry.request.embeds, entry.request.num_computed
+        if embeds is not None:
+            start, stop = np.searchsorted(embeds.positions, [at, at + entry.num_tokens])
+            found.append((embeds.positions[start:stop] - at + row, embeds.values[start:stop].reshape(-1)))
+    if not found:
+        return {}
+    rows, values = zip(*found)
+    return {"embeds_rows": np.concatenate(rows), "embeds": np.concatenate(values)}
 
 
 def _tokens(entries: list[Entry], num_tokens: int) -> Ints:

@@ -69,7 +69,7 @@ class Engine:
         those that came first; nobody starves. max_queue: at most this many requests wait for admission, a further one
         is refused with QueueFull; None is no limit. ``generate`` and ``logits`` never exceed it.
     concat: joins the logits [R, V] of one sequence computed in several chunks; by default numpy arrays only.
-    clock: seconds, for deadlines and metrics.
+    clock: seconds, for deadlines and metrics. embeds_width: of embeddings in prompts, None if the program takes none.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Engine:
         max_queue: int | None = 4096,
         concat: Callable[[list[Any]], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        embeds_width: int | None = None,
     ):
         if eos_token_ids is None:
             eos_token_ids = ()
@@ -109,7 +110,7 @@ class Engine:
             max_queue=max_queue,
         )
         self.scheduler = self._new_scheduler()
-        self.intake = Intake(tokenizer, vocab_size, self.eos_token_ids, self.scheduler.check_fits)
+        self.intake = Intake(tokenizer, vocab_size, self.eos_token_ids, self.scheduler.check_fits, embeds_width)
         self._concat = concat or _concat_numpy
         self._clock = clock
         self.turns = Turns()  # held while requests, pages or the executor are touched

@@ -14,15 +14,15 @@ Floats = NDArray[np.float64]
 
 # Recognises a buffer and its layout; the last digits are the version of the layout.
 _MAGIC = 0x6772_6170_6802
-_HEADER = 15
+_HEADER = 17
 
 _PER_TOKEN = ("tokens", "positions", "out_cache_loc")
 _PER_SEQUENCE = ("req_pool_indices", "seq_lens", "extend_seq_lens")
 _PER_LOGIT_ROW = ("logit_rows", "top_k", "temperature", "top_p", "min_p", "uniform")
 _PER_EDIT = ("edit_rows", "edit_tokens", "edit_bias", "edit_scale", "edit_shift")
 _PER_LOGPROB = ("logprob_rows", "logprob_targets", "logprob_top")
-_GROUPS = (_PER_TOKEN, _PER_SEQUENCE, _PER_LOGIT_ROW, _PER_EDIT, _PER_LOGPROB)
-_FLOATS = frozenset({"temperature", "top_p", "min_p", "uniform", "edit_bias", "edit_scale", "edit_shift"})
+_GROUPS = (_PER_TOKEN, _PER_SEQUENCE, _PER_LOGIT_ROW, _PER_EDIT, _PER_LOGPROB, ("embeds_rows",), ("embeds",))
+_FLOATS = frozenset({"temperature", "top_p", "min_p", "uniform", "edit_bias", "edit_scale", "edit_shift", "embeds"})
 
 _NO_INTS: Ints = np.empty(0, dtype=np.int64)
 _NO_FLOATS: Floats = np.empty(0, dtype=np.float64)
@@ -70,6 +70,7 @@ class ForwardBatch:
         before sampling, as ``logit_edits`` says; the row counts within R. No (row, token) is there twice.
     logprob_rows[L]: places in R whose log-probabilities are wanted, ascending; logprob_targets[L]: of this token, or of
         the one that is sampled where it is -1; logprob_top[L]: and of this many most probable tokens.
+    embeds_rows[N]: rows of T that are embeddings and no tokens, ascending; embeds[N * E] float64: these embeddings.
     num_token_non_padded: real rows; they come first, padded rows after them. Filled with T when left at -1.
     save_kv_cache: if false, the KV pool and ``req_to_token`` are after the step what they were before; the slots of
         ``out_cache_loc`` are still needed while it runs, as a step attends to its own tokens in them.
@@ -99,6 +100,8 @@ class ForwardBatch:
     logprob_rows: Ints = field(default_factory=lambda: _NO_INTS)
     logprob_targets: Ints = field(default_factory=lambda: _NO_INTS)
     logprob_top: Ints = field(default_factory=lambda: _NO_INTS)
+    embeds_rows: Ints = field(default_factory=lambda: _NO_INTS)
+    embeds: Floats = field(default_factory=lambda: _NO_FLOATS)
     num_token_non_padded: int = -1
     save_kv_cache: bool = True
     return_logits: bool = False

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from graphsrt.runtime.detokenizer import Detokenizer
 from graphsrt.runtime.drafter import Drafter, checked
-from graphsrt.runtime.prompts import Prompt, check_ids, name_of
-from graphsrt.runtime.request import Request
+from graphsrt.runtime.prompts import Prompt, check_ids, name_of, split_embeds
+from graphsrt.runtime.request import Embeds, Request
 from graphsrt.runtime.sampling_params import SamplingParams
 
 
@@ -21,7 +21,7 @@ class Intake:
     """Makes requests, in any thread.
 
     tokenizer: as in ``Engine``. check_fits: raises ValueError for prompt tokens and new tokens
-        that can never be served.
+        that can never be served. embeds_width: of input embeddings; None if the program takes none.
     """
 
     def __init__(
@@ -30,11 +30,13 @@ class Intake:
         vocab_size: int,
         eos_token_ids: Collection[int],
         check_fits: Callable[[int, int], None],
+        embeds_width: int | None = None,
     ):
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._check_fits = check_fits
+        self._embeds_width = embeds_width
         self._tokenizing = threading.Lock()  # tokenizers may not be called by two threads at once
 
     def make(
@@ -61,27 +63,38 @@ class Intake:
                 raise ValueError(f"{name_of(index)} is a string, but there is no tokenizer: pass token ids")
             with self._tokenizing:
                 given = self.tokenizer(prompt)["input_ids"]
+            embeds = None
         else:
-            given = prompt
+            given, embeds = split_embeds(prompt, self._embeds_width, index)
         ids = check_ids(given, self.vocab_size, index)
+        if embeds is not None and params is not None and params.prompt_logprobs is not None:
+            raise ValueError(f"{name_of(index)} has embeddings: there are no prompt_logprobs of what is no token")
         self._check_fits(len(ids), params.max_new_tokens if params is not None else 0)
         if params is None:
-            return Request(ids, None, last_row=last_row, wants_hidden=wants_hidden)
+            return Request(ids, None, last_row=last_row, wants_hidden=wants_hidden, embeds=embeds)
         params.check_vocabulary(self.vocab_size, self._eos_token_ids)
         if drafter is not None:
             drafter = checked(drafter, self.vocab_size)
-        return self._request(ids, params, drafter, secrets.randbits(64) if params.seed is None else params.seed, 0)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        return self._request(ids, params, drafter, seed, 0, embeds)
 
     def samples(self, prompt: Prompt, params: SamplingParams, index: int, drafter: Drafter | None) -> list[Request]:
         """The ``n`` requests of one prompt."""
         first = self.make(prompt, params, index, drafter=drafter)
         ids = first.tokens[: first.num_prompt_tokens]
-        return [first, *(self._request(ids, params, first.drafter, first.seed, i) for i in range(1, params.n))]
+        others = range(1, params.n)
+        return [first, *(self._request(ids, params, first.drafter, first.seed, i, first.embeds) for i in others)]
 
     def _request(
-        self, ids: NDArray[np.int64], params: SamplingParams, drafter: Drafter | None, seed: int, sample: int
+        self,
+        ids: NDArray[np.int64],
+        params: SamplingParams,
+        drafter: Drafter | None,
+        seed: int,
+        sample: int,
+        embeds: Embeds | None,
     ) -> Request:
-        request = Request(ids, params, seed=seed, drafter=drafter, sample=sample)
+        request = Request(ids, params, seed=seed, drafter=drafter, sample=sample, embeds=embeds)
         if self.tokenizer is not None:
             request.detokenizer = Detokenizer(self.tokenizer, params.stop)
         return request

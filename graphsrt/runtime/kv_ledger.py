@@ -52,7 +52,7 @@ class KVLedger:
         room for the token that it is to generate where that is not its last.
         """
         pages_for = self.pool.pages_for
-        node = self.cache.match(request.tokens[: request.num_skippable_tokens])
+        node = self.cache.match(request.tokens[: request.num_cacheable_tokens])
         self.cache.lock(node)  # its pages are no longer available, so the count below is right
         cached = self.cache.pages_to(node)
         needed = pages_for(min(request.num_tokens + 1, request.max_kv_tokens)) - len(cached)
@@ -87,7 +87,7 @@ class KVLedger:
         """Give a request's full computed pages to the tree, and take the tree's own for those that it has already."""
         page_size = self.pool.page_size
         shared, full = request.num_shared_pages, request.num_computed // page_size
-        if not self.prefix_cache or full <= shared:
+        if not self.prefix_cache or full <= shared or request.embeds is not None:
             return
         assert request.node is not None and request.row is not None
         own = np.array(request.pages[shared:full], dtype=np.int64)

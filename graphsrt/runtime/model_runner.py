@@ -95,6 +95,7 @@ class ModelRunner:
         self._columns = Columns.of(program.output, rank, gather)
         self._logits_dtype = torch.float64 if program.dtype == torch.float64 else torch.float32
         self._req_to_token = torch.zeros(sizes.max_running, sizes.context_length, dtype=torch.int32, device=device)
+        self._embeds = program.inputs.get("input_embeds")
         declared = program.inputs["kv_pool"]
         shape = [sizes.num_slots if size == "slots" else int(size) for size in declared.shape]
         pool = [torch.empty(shape, dtype=declared.dtype, device=device) for _ in range(pools or 1)]
@@ -150,6 +151,8 @@ class ModelRunner:
             "req_to_token": self._req_to_token,
             "kv_pool": self._kv_pool,
         }
+        if self._embeds is not None:
+            inputs.update(self._embeddings(batch))
         given = {
             name: [part[: len(batch.logit_rows)] for part in parts] for name, parts in self._execute(inputs).items()
         }
@@ -186,6 +189,15 @@ class ModelRunner:
         """Drop the pool and the program."""
         self._kv_pool = self._req_to_token = None  # type: ignore[assignment]
         self._execute = _closed
+
+    def _embeddings(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
+        assert self._embeds is not None
+        width, rows = int(self._embeds.shape[1]), self._tensor(batch.embeds_rows)
+        embeds = torch.zeros(batch.num_tokens, width, dtype=self._embeds.dtype, device=self._device)
+        is_embeds = torch.zeros(batch.num_tokens, 1, dtype=torch.bool, device=self._device)
+        embeds[rows] = self._floats(batch.embeds).view(-1, width).to(embeds.dtype)
+        is_embeds[rows] = True
+        return {"input_embeds": embeds, "is_embeds": is_embeds}
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device)

@@ -9,21 +9,60 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from graphsrt.errors import explain
+from graphsrt.runtime.request import Embeds
 from graphsrt.runtime.sampling_params import SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Any
+"""Text, token ids, embeddings (a float tensor [T, E]), or a list that mixes ids and embeddings."""
 Timeouts = float | Sequence[float | None] | None
 """Seconds for each of a call's requests, one for all or one for each; None is no limit."""
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts; a single string or a flat list of ids is one prompt."""
-    if isinstance(prompts, str):
+    """A list of prompts; a single string, a flat list of ids, or embeddings [T, E] are one prompt."""
+    if isinstance(prompts, str) or _is_embeds(prompts):
         return [prompts]
     items: list[Any] = list(prompts)
-    if items and all(isinstance(item, (int, np.integer)) for item in items):
+    is_id = [isinstance(item, (int, np.integer)) for item in items]
+    if items and (all(is_id) or (any(is_id) and any(map(_is_embeds, items)))):
         return [items]
     return items
+
+
+def split_embeds(prompt: Any, width: int | None, index: int | None) -> tuple[Any, Embeds | None]:
+    """Token ids, 0 where the prompt has embeddings, and these. ``width`` is the model's; None if it takes none."""
+    parts = [prompt] if _is_embeds(prompt) else prompt
+    if not isinstance(parts, (list, tuple)) or not any(map(_is_embeds, parts)):
+        return prompt, None
+    if width is None:
+        raise ValueError(
+            explain(f"{name_of(index)} has embeddings, and the program takes tokens only",
+                    hint="compile the model with input_embeds=True")
+        )  # fmt: skip
+    ids: list[int] = []
+    positions, values = [], []
+    for part in parts:
+        if not _is_embeds(part):
+            ids += [int(part)] if isinstance(part, (int, np.integer)) else list(part)
+            continue
+        given = part.detach().cpu() if hasattr(part, "detach") else part
+        # float64 as it is, all others exactly: NumPy has no bfloat16
+        array = np.asarray(given if "float64" in str(part.dtype) or not hasattr(given, "float") else given.float())
+        if array.shape[1] != width or not np.isfinite(array).all():
+            raise ValueError(
+                explain(f"{name_of(index)} has embeddings that do not fit the model", expected=f"finite [T, {width}]",
+                        got=f"{list(array.shape)}" + ("" if np.isfinite(array).all() else ", not all finite"))
+            )  # fmt: skip
+        positions.append(np.arange(len(ids), len(ids) + len(array)))
+        values.append(array)
+        ids += [0] * len(array)
+    return ids, Embeds(np.concatenate(positions), np.concatenate(values))
+
+
+def _is_embeds(value: Any) -> bool:
+    """Whether this is a matrix of floats, of torch or of NumPy."""
+    return hasattr(value, "dtype") and getattr(value, "ndim", 0) == 2 and "float" in str(value.dtype)
 
 
 def params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

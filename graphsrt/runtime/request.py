@@ -25,6 +25,7 @@ preempt  Keeps the tokens that it has generated: they are computed again as if t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 from typing import Any, Literal
@@ -40,6 +41,14 @@ from graphsrt.runtime.sampling_params import SamplingParams
 from graphsrt.runtime.token_logprobs import TokenLogprob
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+
+
+@dataclass(frozen=True)
+class Embeds:
+    """Embeddings in a prompt: their places, int64[N], ascending, and themselves, float32 or float64 [N, E]."""
+
+    positions: NDArray[np.int64]
+    values: NDArray[np.floating]
 
 
 class RequestState(Enum):
@@ -75,6 +84,7 @@ class Request:
         belong to the ``RadixCache``, where ``node`` is the end of that prefix, locked.
     logprobs: one of each output token, where asked for. prompt_logprobs: one of each prompt token so far, where asked
         for; none for the first. Neither is computed again after a preemption.
+    embeds: embeddings in place of some of the prompt's tokens, which are 0 there. Its KV is not shared.
     drafter: proposes tokens that are likely to follow, see ``drafter.py``; ``None`` decodes token by token.
     """
 
@@ -88,6 +98,7 @@ class Request:
         wants_hidden: bool = False,
         drafter: Drafter | None = None,
         sample: int = 0,
+        embeds: Embeds | None = None,
     ):
         ids = np.asarray(prompt, dtype=np.int64)
         assert ids.ndim == 1 and len(ids) > 0
@@ -106,6 +117,7 @@ class Request:
         self.num_shared_pages = 0
         self.node: Node | None = None
         self.drafter = drafter
+        self.embeds = embeds
         self.num_cached_tokens = 0  # of the prompt, found in the cache when it was first admitted
         self.arrival = -1  # set by the scheduler: its place in first-come-first-served order
         self.ending: frozenset[int] = frozenset()  # set on admission: tokens that end it
@@ -157,6 +169,17 @@ class Request:
         if wants_prompt and len(self.prompt_logprobs) < self.num_prompt_tokens:
             return len(self.prompt_logprobs) - 1
         return self.num_tokens - 1
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Known tokens whose KV may be that of other requests: none if the tokens do not tell what it is."""
+        return 0 if self.embeds is not None else self.num_skippable_tokens
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int64]:
+        """The prompt's tokens, int64[prompt], without the places of embeddings."""
+        ids = self.tokens[: self.num_prompt_tokens]
+        return ids if self.embeds is None else np.delete(ids, self.embeds.positions)
 
     @property
     def max_kv_tokens(self) -> int:

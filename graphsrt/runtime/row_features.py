@@ -44,8 +44,7 @@ def row_features(
         ahead = drafts[index][: place - request.num_tokens + 1]
         if params.edits_logits or params.min_new_tokens > request.num_output_tokens + len(ahead):
             if request.edits is None:
-                prompt = request.tokens[: request.num_prompt_tokens]
-                request.edits = LogitEdits(params, prompt, params.ending(eos))
+                request.edits = LogitEdits(params, request.prompt_ids, params.ending(eos))
             output = request.tokens[request.num_prompt_tokens : request.num_tokens]
             edits.append((row, request.edits.at(output, ahead)))
     fields: Fields = {}

@@ -315,7 +315,7 @@ class Scheduler:
     def _may_go(self, request: Request, node: Node | None, at: int, computing: Collection[object]) -> bool:
         """Whether a candidate still waits, and nobody computes the page just now that follows what is cached of it."""
         end = at + self.kv_pool.page_size
-        if request.state is not RequestState.WAITING or node is None or end > request.num_skippable_tokens:
+        if request.state is not RequestState.WAITING or node is None or end > request.num_cacheable_tokens:
             return request.state is RequestState.WAITING
         return (node, at, request.tokens[at:end].tobytes()) not in computing
 

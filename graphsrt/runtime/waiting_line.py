@@ -99,7 +99,7 @@ class WaitingLine:
         if cache is None:
             yield from ((request, None, 0) for request in line)
             return
-        found = ((request, *cache.peek(request.tokens[: request.num_skippable_tokens])) for request in line)
+        found = ((request, *cache.peek(request.tokens[: request.num_cacheable_tokens])) for request in line)
         if self.policy == "lpm":
             ahead = [next(found) for _ in range(min(_LOOK_AHEAD, len(line)))]
             yield from sorted(ahead, key=lambda item: -item[2])  # stable: by arrival among equals
