@@ -1,4 +1,4 @@
-"""Drafts and reused prefixes on real programs: a tiny model on one rank and two gives the tokens of plain decoding."""
+"""Drafts and reused prefixes on real programs: tiny models on one rank and two give the tokens of plain decoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import graphsrt
 from graphsrt.runtime.drafter import PromptLookup
 from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode
 from graphsrt.runtime.sampling_params import SamplingParams
-from tests.support import tiny
+from tests.support import latent, tiny
 
 PAGE = 4
 PROMPTS = [tiny.tokens(9, seed=1), tiny.tokens(1, seed=2), tiny.tokens(14, seed=3)]
@@ -22,12 +22,19 @@ GREEDY = SamplingParams(max_new_tokens=15, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=15, ignore_eos=True, temperature=1.3, top_k=30, seed=4)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "simulated-tp2"])
+MODELS = {
+    "llama": (lambda: tiny.model("llama"), 1),
+    "windows-tp2": (lambda: tiny.model("gemma2"), 2),  # every second layer sees five tokens
+    "latents-tp2": (lambda: latent.model("deepseek_v3"), 2),  # the pool has another shape
+}
+"""Model, and ranks, all in this process."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def compiled(request: pytest.FixtureRequest) -> Iterator[graphsrt.CompiledModel]:
-    ranks = "simulated" if request.param > 1 else None
-    with graphsrt.compile(
-        tiny.model("llama"), tp=request.param, ranks=ranks, backend="eager", page_size=PAGE, max_total_tokens=400
-    ) as model:
+    make, tp = MODELS[request.param]
+    ranks = "simulated" if tp > 1 else None
+    with graphsrt.compile(make(), tp=tp, ranks=ranks, backend="eager", page_size=PAGE, max_total_tokens=400) as model:
         yield model
 
 
@@ -133,7 +140,9 @@ def test_a_step_that_saves_no_kv_attends_to_its_own_and_leaves_no_trace(compiled
     assert compiled.engine is not None
     runner = compiled.engine.executor._runner
     ids = tiny.tokens(13, seed=7)
-    whole = tiny.eager_logits(tiny.model("llama"), ids)
+    net = compiled.source.module
+    assert net is not None
+    whole = tiny.eager_logits(net, ids)
     pools = runner._kv_pool if isinstance(runner._kv_pool, list) else [runner._kv_pool]
     for pool in pools:
         pool.fill_(float("nan"))
