@@ -27,6 +27,7 @@ from graphsrt.check_tokens import check_tokens
 from graphsrt.errors import CompileError, explain
 from graphsrt.flat_model import FlatModel
 from graphsrt.models import experts
+from graphsrt.models.sparse import check_dense
 from graphsrt.models.stateful import check_stateless
 from graphsrt.program import LOGITS, Input, Program, Weight, arguments, aten, where
 from graphsrt.recipes import Ckpt, Const
@@ -230,6 +231,7 @@ def capture(model: Any, *, context_length: int, name: str | None = None, hidden:
     config = model.config
     check_config(config)
     check_stateless(model)
+    check_dense(model)
     for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         part._attn_implementation = INTERFACE
     experts.settle(model, INTERFACE)
