@@ -30,7 +30,7 @@ class Audit:
     bytes_per_rank: int
     total_bytes: int
     whole_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes on every rank of what stays whole: norms, routers, tables, biases; and of padding and replicas."""
+    """Bytes on every rank of what stays whole: norms, routers, latents, tables, biases; and of padding and replicas."""
     collectives: dict[str, int] = field(default_factory=dict)
     """Layer (or "ends") -> collectives in it; small ones under "small"."""
     faults: list[str] = field(default_factory=list)
@@ -65,6 +65,8 @@ def _bytes(program: Program, ranks: int, result: Audit) -> None:
                 whole["routers"] += size
             elif "rope" in target_name(users[0].target) or _is_computed(weight):
                 whole["tables"] += size
+            elif all(_is_latent(program, user) for user in users):
+                whole["latents"] += size
             else:
                 left.append(f"{name} {list(weight.shape)}")
                 whole["matrices"] += size
@@ -112,6 +114,30 @@ def _is_router(node: fx.Node) -> bool:
             seen.add(user)
             stack.append(user)
     return False
+
+
+def _is_latent(program: Program, node: fx.Node) -> bool:
+    """Whether a linear makes what divided heads share: all that reads its result, through norms and rope, is latent
+    attention or a linear that is divided by its output."""
+    if node.target is not aten.linear.default:
+        return False
+    stack, seen = [node], {node}
+    while stack:
+        value = stack.pop()
+        for user in value.users:
+            if user in seen or user.target is ops.radix_latent_attention:
+                continue
+            seen.add(user)
+            if user.target is aten.linear.default:
+                weight = program.weight_of(user.args[1])
+                if weight is None or not isinstance(weight.placement, Shard) or weight.placement.dim != 0:
+                    return False
+                continue
+            if user.op != "call_function" or user.target in ops.COLLECTIVES or user.target in ops.ATTENTIONS:
+                return False
+            stack.append(user)
+    sums = [value for value in seen if value.target in (aten.add.Tensor, ops.add_rms_norm)]
+    return all(used in seen for value in sums for used in value.all_input_nodes if used.op == "call_function")
 
 
 def _sizes(node: fx.Node) -> list[int]:
