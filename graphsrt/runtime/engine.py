@@ -17,6 +17,7 @@ from graphsrt.runtime.forward_batch import ForwardBatch
 from graphsrt.runtime.intake import Intake
 from graphsrt.runtime.kv_pool import ReqToTokenPool, TokenToKVPool
 from graphsrt.runtime.metrics import Metrics
+from graphsrt.runtime.outcome import detokenize, next_event, raise_if_unfinished, whole
 from graphsrt.runtime.prompts import (
     Prompt,
     Timeouts,
@@ -167,7 +168,7 @@ class Engine:
         ]
         run(self, requests)
         for request in requests:
-            _raise_if_unfinished(request)
+            raise_if_unfinished(request)
         return [
             {name: self._join([part[name] for part in request.given]) for name in request.given[0]}
             for request in requests
@@ -312,49 +313,12 @@ class Engine:
         The first event of a request that is done bears its ``finish_reason``, and is its last.
         """
         with self.turns:
-            if request.error is not None:
-                raise request.error
-            if request.wants_no_tokens or request.num_taken is None:
-                return None
-            text = ""
-            if request.detokenizer is not None:
-                self._detokenize(request)
-                text = request.detokenizer.take()
-            token_ids = request.output_ids[request.num_taken :]
-            wanted = request.params is not None and request.params.logprobs is not None
-            logprobs = request.logprobs[request.num_taken :] if wanted else None
-            if request.done:
-                request.num_taken = None
-                return StreamEvent(text, token_ids, request.finish_reason, logprobs)
-            if not text and (request.detokenizer is not None or not token_ids):
-                return None
-            request.num_taken += len(token_ids)
-            return StreamEvent(text, token_ids, None, logprobs)
+            return next_event(request, self.scheduler.finish)
 
     def result(self, request: Request) -> Generation:
         """The whole of a request that is done. Raises the error that it failed with."""
-        assert request.done
-        if request.error is not None:
-            raise request.error
-        text = ""
-        if request.detokenizer is not None:
-            with self.turns:
-                self._detokenize(request)
-            text = request.detokenizer.text
-        assert request.finish_reason is not None
-        prompt = request.tokens[: request.num_prompt_tokens].tolist()
-        params = request.params
-        assert params is not None
-        return Generation(
-            text,
-            request.output_ids,
-            prompt,
-            request.finish_reason,
-            request.num_preemptions,
-            num_cached_tokens=request.num_cached_tokens,
-            logprobs=list(request.logprobs) if params.logprobs is not None else None,
-            prompt_logprobs=list(request.prompt_logprobs) if params.prompt_logprobs is not None else None,
-        )
+        with self.turns:
+            return whole(request, self.scheduler.finish)
 
     def abandon(self, requests: list[Request]) -> None:
         """Cancel these after an interruption that may have come at any time; all others are computed again."""
@@ -380,7 +344,7 @@ class Engine:
         advanced = self.scheduler.complete(step, result.token_ids, result.logprobs)
         for request in advanced:
             if request.params is not None and request.params.stop:
-                self._detokenize(request)
+                detokenize(request, self.scheduler.finish)
         now = self._clock()
         for request in advanced:
             self._totals.count_tokens(request, now)
@@ -401,37 +365,6 @@ class Engine:
     def _count_end(self, request: Request) -> None:
         self._totals.count_end(request, self._clock())
 
-    def _detokenize(self, request: Request) -> None:
-        """Bring the text up to date. Text without stop strings is decoded when asked for, many tokens at a time."""
-        detokenizer, params = request.detokenizer, request.params
-        assert detokenizer is not None and params is not None
-        output = request.output_ids
-        end = len(output)
-        if request.stopped_by_token:
-            end -= 1
-        # Text of the first tokens cannot stop it, so they are pushed apart from those that can.
-        floor = max(params.min_new_tokens - 1, 0)
-        if request.num_detokenized < min(floor, end):
-            detokenizer.push(output[request.num_detokenized : min(floor, end)], may_stop=False)
-            request.num_detokenized = min(floor, end)
-        if params.stop:  # one by one: of several tokens of one step, those after the end of the text do not count
-            for token in output[request.num_detokenized : end]:
-                request.num_detokenized += 1
-                if detokenizer.push([token]):
-                    break
-            if detokenizer.stopped and request.num_detokenized < len(output):
-                request.cut(request.num_detokenized)
-        else:
-            detokenizer.push(output[request.num_detokenized : end])
-            request.num_detokenized = max(end, request.num_detokenized)
-        if request.done:
-            detokenizer.finish()
-        if detokenizer.stopped:
-            if not request.done:
-                self.scheduler.finish(request, "stop")
-            elif request.finish_reason == "length":  # the last token that was allowed ended a stop string as well
-                request.finish_reason = "stop"
-
     def _check_usable(self) -> None:
         if self._broken is not None:
             raise RankError(
@@ -444,14 +377,6 @@ class Engine:
             ) from self._broken
         if self._closed:
             raise GraphsrtError("the engine is closed: compile the model again to go on")
-
-
-def _raise_if_unfinished(request: Request) -> None:
-    """What was computed only in part is no result: another thread has cancelled it, or an error ended it."""
-    if request.error is not None:
-        raise request.error
-    if request.state is not RequestState.FINISHED:
-        raise GraphsrtError("the computation was cancelled before it was complete")
 
 
 def _concat_numpy(chunks: list[Any]) -> Any:
