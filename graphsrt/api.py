@@ -61,7 +61,7 @@ def trace(
 ) -> Traced:
     """Capture a model and run the passes; no weights are read and nothing is lowered. See :func:`compile`."""
     _check_tp(tp)
-    chosen = _chosen(passes, without, experts, stop_after)
+    chosen = chosen_passes(passes, without, experts, stop_after)
     if kv_dtype is not None:
         kept = functools.partial(page_attention, kv_dtype=_dtype(kv_dtype))
         chosen = [kept if function is page_attention else function for function in chosen]
@@ -152,7 +152,7 @@ def compile(
     )  # fmt: skip
     source, stages = traced.source, traced.stages
     if verify:
-        chosen = _chosen(passes, without, experts, stop_after)
+        chosen = chosen_passes(passes, without, experts, stop_after)
         _verify(source, tp, chosen, strict).raise_if_bad()
     if source.checkpoint is None:
         return CompiledModel(source, stages, None, None, "a config has no weights")
@@ -195,10 +195,10 @@ def verify(
     A miniature of the model is used: its head counts and layer kinds with small widths and random weights.
     """
     _check_tp(tp)
-    return _verify(resolve(model), tp, _chosen(passes, without, experts), strict)
+    return _verify(resolve(model), tp, chosen_passes(passes, without, experts), strict)
 
 
-def _chosen(
+def chosen_passes(
     passes: Sequence[Pass] | None, without: Iterable[str], experts: str, stop_after: str | None = None
 ) -> list[Pass]:
     """The passes to run, with how experts are divided bound to the pass that divides them."""

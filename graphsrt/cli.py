@@ -360,6 +360,7 @@ def plan(
     compare: Annotated[str, typer.Option("--compare", metavar="TP,…", help="Ranks side by side.")] = "1,2,4,8,16",
     as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
     dtype: DtypeOption = None,
+    experts: ExpertsOption = Experts.tp,
     context_length: ContextLength = None,
     page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a KV page.")] = 16,
     without: Without = [],  # noqa: B006
@@ -380,8 +381,8 @@ def plan(
         _model_or_config(model, trust_remote_code), tp=tp,
         device=devices.device(device) if device_file is None else devices.read_device(device_file), context=context,
         batch=batch, compare=others, page_size=page_size, passes=_pipeline(user_passes, before, after), without=without,
-        dtype=dtype and dtype.value, kv_dtype=kv_dtype and kv_dtype.value, context_length=context_length,
-        trust_remote_code=trust_remote_code,
+        dtype=dtype and dtype.value, kv_dtype=kv_dtype and kv_dtype.value, experts=experts.value,
+        context_length=context_length, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     print(json.dumps(made.as_dict(), indent=2) if as_json else made)
 

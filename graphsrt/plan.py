@@ -183,19 +183,19 @@ def plan(
     without: Iterable[str] = (),
     dtype: Any = None,
     kv_dtype: Any = None,
+    experts: str = "tp",
     context_length: int | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
     """Plan a model (anything that ``trace`` takes) for ``tp`` ranks, and for those of ``compare`` beside it.
 
     ``context``: tokens of each sequence (default 32768, or the model's if that is less); ``batch``: sequences of a
-    decode step. ``dtype``, ``kv_dtype``, ``passes`` and the rest are those of ``trace``. ValueError for numbers out of
-    range, CompileError if the model cannot be compiled for ``tp`` ranks.
+    decode step. ``dtype``, ``kv_dtype``, ``experts``, ``passes`` and the rest are those of ``trace``. ValueError for
+    numbers out of range, CompileError if the model cannot be compiled for ``tp`` ranks.
     """
-    from graphsrt.api import DTYPES, trace
-    from graphsrt.passes import PIPELINE, page_attention
-    from graphsrt.passes.plugins import with_installed
-    from graphsrt.passes.runner import run, select
+    from graphsrt.api import DTYPES, chosen_passes, trace
+    from graphsrt.passes import page_attention
+    from graphsrt.passes.runner import run
 
     where = _device(device)
     others = {*compare}
@@ -203,7 +203,7 @@ def plan(
     least = min([tp, batch, page_size, *others, *([context] if context is not None else [])])
     if least < 1:
         raise ValueError(explain("tp, compare, context, batch and page_size must be at least 1", got=str(least)))
-    chosen: list[Any] = select(with_installed(PIPELINE) if passes is None else passes, without=without)
+    chosen: list[Any] = chosen_passes(passes, without, experts)
     captured = trace(
         model, dtype=dtype, kv_dtype=kv_dtype, stop_after="capture", context_length=context_length,
         trust_remote_code=trust_remote_code,

@@ -57,7 +57,7 @@ def test_the_operators_of_parts_add_up(act: str) -> None:
 CASES = [
     ("mixtral", 2, "tp"), ("mixtral", 4, "ep"), ("mixtral", 8, "ep"),
     ("qwen2_moe", 3, "tp"), ("qwen2_moe", 4, "ep"),
-    ("qwen3_moe", 8, "tp"), ("qwen3_moe", 2, "ep"),
+    ("qwen3_moe", 8, "tp"), ("gpt_oss", 4, "tp"), ("gpt_oss", 4, "ep"), ("dots1", 3, "tp"), ("dots1", 2, "ep"),
 ]  # fmt: skip
 
 
@@ -89,3 +89,35 @@ def test_experts_are_divided_and_routers_are_not(family: str, tp: int, experts: 
             weight: Any = program.weight_of(argument)
             assert isinstance(weight.placement, Shard) and weight.placement.dim == dim
             assert weight.placement.layout.local_size < weight.placement.layout.size
+
+
+def test_experts_that_do_nothing() -> None:
+    """LongCat-Flash: ids beyond the real experts stand for the identity. Against transformers' own loop."""
+    from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashConfig, LongcatFlashExperts
+
+    from graphsrt.models.experts import settle
+
+    config = LongcatFlashConfig(hidden_size=6, expert_ffn_hidden_size=5, n_routed_experts=4, zero_expert_num=2)
+    experts = LongcatFlashExperts(config).double()
+    tiny.randomize(experts)
+    draw = torch.Generator().manual_seed(3)
+    x, weights = (torch.randn(s, generator=draw, dtype=torch.float64) for s in ((7, 6), (7, 3)))
+    ids = torch.stack([torch.randperm(6, generator=draw)[:3] for _ in range(7)])
+    want = experts(x, ids, weights).detach()
+    settle(experts, "graphsrt")
+    assert tiny.worst(experts(x, ids, weights).detach(), want) <= 1e-14  # sums in another order
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [({"has_post_expert_norm": True}, "a norm after each expert"), ({"act_fn": torch.nn.Tanh()}, "an activation")],
+)
+def test_refused_by_name(damage: dict[str, Any], words: str) -> None:
+    from graphsrt.errors import CompileError
+    from graphsrt.models.experts import settle
+
+    net = mixtures.build("mixtral")
+    for name, value in damage.items():
+        setattr(net.model.layers[1].mlp.experts, name, value)
+    with pytest.raises(CompileError, match=rf"MixtralExperts needs {words}[\s\S]*layers.1.mlp.experts"):
+        settle(net, "graphsrt")

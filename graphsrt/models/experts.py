@@ -7,6 +7,8 @@ numbers and comparing with what the operator can express; a module that agrees w
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +40,10 @@ def settle(model: nn.Module, name: str) -> None:
     register(name)
     found: dict[tuple, dict[str, Any]] = {}
     for path, module in model.named_modules():
+        forward = _OTHERS.get(type(module).__name__)
+        if forward is not None:
+            setattr(module, _SETTING, {"act": activation_name(module.act_fn)})  # type: ignore[arg-type]
+            module.forward = functools.partial(forward, module)
         if not _uses_interface(module):
             continue
         module.config._experts_implementation_internal = name  # type: ignore[union-attr]
@@ -48,6 +54,17 @@ def settle(model: nn.Module, name: str) -> None:
         if key not in found:
             found[key] = _activation(path, module)
         setattr(module, _SETTING, found[key])
+
+
+def activation_name(function: nn.Module) -> str:
+    """The key of :data:`EXPERT_ACTIVATIONS` that computes what ``function`` does; CompileError if none does."""
+    sample = torch.linspace(-9, 9, 73, dtype=torch.float64, device="cpu")  # models are built on the meta device
+    for name, known in EXPERT_ACTIVATIONS.items():
+        if torch.allclose(known(sample), function(sample), rtol=_TOLERANCE, atol=_TOLERANCE):
+            return name
+    raise _refuse(
+        "", function, "an activation of its own", f"{function}, unlike any of {', '.join(EXPERT_ACTIVATIONS)}"
+    )
 
 
 def _uses_interface(module: nn.Module) -> bool:
@@ -104,3 +121,14 @@ def _experts(
         hidden_states, top_k_index, top_k_weights, stored(first), stored("down_proj"),
         **getattr(module, _SETTING), **biases,
     )  # fmt: skip
+
+
+def _longcat_flash(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """LongCat-Flash loops over experts itself; ids beyond the real experts stand for the identity."""
+    kept = (weights * (ids >= module.num_routed_experts)).sum(-1, keepdim=True)
+    routed = ops.moe_experts(x, ids, weights, module.gate_up_proj, module.down_proj, **getattr(module, _SETTING))
+    return routed + (x * kept).to(x.dtype)
+
+
+_OTHERS: dict[str, Callable[..., torch.Tensor]] = {"LongcatFlashExperts": _longcat_flash}
+"""Experts classes that do not use the interface -> what they compute, ``(module, x, ids, weights) -> [T, E]``."""

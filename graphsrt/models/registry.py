@@ -38,6 +38,7 @@ REFERENCES: dict[str, Target] = {
     "FalconForCausalLM": "graphsrt.models.falcon:Falcon",
     "GPTNeoForCausalLM": "graphsrt.models.gpt_neo:GPTNeo",
     "GPTNeoXJapaneseForCausalLM": "graphsrt.models.gpt_neox_japanese:GPTNeoXJapanese",
+    "Llama4ForCausalLM": "graphsrt.models.llama4:Llama4",
     "MptForCausalLM": "graphsrt.models.mpt:Mpt",
     "OpenAIGPTLMHeadModel": "graphsrt.models.openai_gpt:OpenAIGPT",
     "XGLMForCausalLM": "graphsrt.models.xglm:XGLM",

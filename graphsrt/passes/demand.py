@@ -245,15 +245,16 @@ def _cat(ask: Ask) -> Demands:
 
 @rule(aten.stack.default)
 def _stack(ask: Ask) -> Demands:
-    if ask.dim == ask.args["dim"]:
+    new = ask.args["dim"] % len(ask.shape(ask.node))
+    if ask.dim == new:
         raise ask.refuse("values that are put beside each other would be divided among ranks")
-    dim = ask.dim - (ask.dim > ask.args["dim"])
+    dim = ask.dim - (ask.dim > new)
     return [(part, Shard(dim, ask.layout)) for part in ask.args["tensors"]]
 
 
 @rule(aten.repeat_interleave.self_int)
 def _repeat_interleave(ask: Ask) -> Demands:
-    if ask.args["dim"] != ask.dim:
+    if ask.args["dim"] % len(ask.shape(ask.node)) != ask.dim:
         return [(ask.args["self"], ask.shard)]
     if ask.layout.granularity % ask.args["repeats"]:
         size = int(ask.shape(ask.node)[ask.dim])

@@ -28,11 +28,12 @@ def divide_experts(program: Program, node: fx.Node, ranks: int, how: str) -> dic
 
     ``how="tp"``: every expert is divided along its width ``F``; the down bias is kept by one rank, since all ranks'
     results are added. ``"ep"``: whole experts are divided; where they do not divide, ranks hold pads that nobody is
-    routed to.
+    routed to. Experts of which some have no second matrix (LongCat-Flash's, which do nothing) are divided along their
+    width in any case.
     """
     given = arguments(node)
     num_experts, _, width = (int(size) for size in given["down"].meta["val"].shape)
-    if how == "ep":
+    if how == "ep" and given["gate_up"].meta["val"].shape[0] == num_experts:
         layout = Layout.blocks(num_experts, ranks)
         return {
             given[name]: _part(program, given[name], 0, layout) for name in WEIGHTS if isinstance(given[name], fx.Node)

@@ -198,7 +198,11 @@ class _Writer:
 
     def _first_expert(self, experts: fx.Node) -> None:
         """Tell an experts operator which experts this rank has."""
-        start = self._start_of(arguments(experts)["down"])
+        down = arguments(experts)["down"]
+        place = self.program.weights[str(down.target)].placement
+        if not isinstance(place, Shard) or place.dim != 0:
+            return  # divided along its width
+        start = self._start_of(down)
         experts.kwargs = {**experts.kwargs, "first_expert": start}
 
     def _gather(self, value: fx.Node, layout: Layout) -> None:

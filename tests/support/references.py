@@ -43,6 +43,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoXJapaneseConfig",
         {**_PLAIN, "intermediate_multiple_size": 2, "partial_rotary_factor": 0.6},
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        {**_LLAMA, "intermediate_size": 13, "intermediate_size_mlp": 52, "attention_chunk_size": 5,
+         "no_rope_layers": [1, 0], "interleave_moe_layer_step": 2, "num_local_experts": 5, "num_experts_per_tok": 2,
+         "floor_scale": 3, "attn_scale": 0.4, "attention_bias": True},
+    ),
     "mpt": (
         "MptConfig",
         {
