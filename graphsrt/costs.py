@@ -15,8 +15,8 @@ import torch
 import torch.fx as fx
 
 from graphsrt import ops
+from graphsrt.costs_experts import WEIGHTS, expert_flops, share_used
 from graphsrt.errors import CompileError, explain
-from graphsrt.placement import Shard
 from graphsrt.program import Program, arguments, aten, target_name, walk
 
 Shape = tuple[int, ...]
@@ -155,8 +155,8 @@ def cost(sizes: Sizes, node: fx.Node) -> Cost:
         size = _stored_bytes(sizes, used)
         if name == table:
             size = min(size, _looked_up_bytes(sizes, node, used, rows))
-        if node.target is ops.moe_experts and name in EXPERT_WEIGHTS:
-            size = round(size * _experts_used(sizes, node))  # an expert without tokens is not read
+        if node.target is ops.moe_experts and name in WEIGHTS:
+            size = round(size * share_used(sizes, node))  # an expert without tokens is not read
         if _storage(sizes, used).op == "get_attr":
             weights += size
         else:
@@ -168,7 +168,6 @@ def cost(sizes: Sizes, node: fx.Node) -> Cost:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-EXPERT_WEIGHTS = ("gate_up", "down", "gate_up_bias", "down_bias")
 GATHERED: dict[Any, tuple[str, str | None]] = {
     ops.vocab_embedding: ("weight", None),
     ops.rope: ("table", "positions"),
@@ -296,30 +295,6 @@ def _latent_attention(sizes: Sizes, node: fx.Node, args: dict[str, Any], names: 
     return flops
 
 
-def _experts(sizes: Sizes, node: fx.Node, args: dict[str, Any], names: tuple[str, str]) -> int:
-    tokens, k = sizes.of(args["expert_ids"])[0][0]
-    local, rows, width = sizes.of(args["gate_up"])[0][0]
-    inner = sizes.of(args["down"])[0][0][2]
-    here = min(1.0, local / num_experts(args["down"]))
-    # (token, expert) pairs that fall on this rank × a multiplication and an addition × numbers of the expert's matrices
-    return round(tokens * k * here * 2 * width * (rows + inner))
-
-
-def num_experts(down: fx.Node) -> int:
-    """Experts on all ranks together, from the weight of their last product."""
-    place = down.meta.get("placement")
-    divided = isinstance(place, Shard) and place.dim == 0
-    return place.layout.size if divided else int(down.meta["val"].shape[0])
-
-
-def _experts_used(sizes: Sizes, node: fx.Node) -> float:
-    """The share of its experts that a step uses, with tokens routed evenly and each by itself."""
-    args = arguments(node)
-    tokens, k = sizes.of(args["expert_ids"])[0][0]
-    # an expert is left out by one token with probability 1 - k / experts
-    return 1 - (1 - min(1.0, k / num_experts(args["down"]))) ** tokens
-
-
 Counter = Callable[[Sizes, fx.Node, dict[str, Any], tuple[str, str]], int]
 FLOPS: dict[Any, tuple[Counter, tuple[str, str]]] = {
     aten.linear.default: (_matmul, ("input", "weight")),
@@ -335,7 +310,7 @@ FLOPS: dict[Any, tuple[Counter, tuple[str, str]]] = {
     ops.radix_attention: (_attention, ("q", "kv_pool")),
     ops.latent_attention: (_latent_attention, ("q_nope", "latent")),
     ops.radix_latent_attention: (_latent_attention, ("q_latent", "kv_pool")),
-    ops.moe_experts: (_experts, ("x", "gate_up")),
+    ops.moe_experts: (expert_flops, ("x", "gate_up")),
 }
 """Operators with FLOPs that count, how to count them, and their two operands."""
 
