@@ -141,7 +141,7 @@ def test_every_value_can_be_explained() -> None:
 def test_reports_know_their_sites() -> None:
     traced = captures.traced("llama", **LAYERS)
     for report in traced.program().history:
-        if report.name not in ("normalize", "shard_tensor_parallel"):
+        if report.name not in ("normalize", "shard_tensor_parallel", "scatter_logits"):  # the last makes no value
             assert len(report.sites) == report.fired, report.name
         assert all(site.rule.startswith(f"graphsrt/passes/{report.name}.py:") for site in report.sites), report.name
         assert all(site.source and site.from_nodes for site in report.sites if site.module), report.name
