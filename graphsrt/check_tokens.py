@@ -156,7 +156,7 @@ def _moves_nothing(node: fx.Node, args: dict[str, Any]) -> str | None:
 def _view(node: fx.Node, args: dict[str, Any]) -> str | None:
     """Tokens may merge with what follows them (``[T, k] -> [T·k]``), never with what comes before."""
     before, after = _spans(args["self"].meta["val"]), _spans(node.meta["val"])
-    return None if before == after else "mixes the token dimension with others"
+    return None if before == after and before is not None else "mixes the token dimension with others"
 
 
 def _spans(tensor: torch.Tensor) -> list[int] | None:
@@ -219,7 +219,7 @@ def _select_scatter(node: fx.Node, args: dict[str, Any]) -> str | None:
 @_rule(*_operators("cat.default", "stack.default", "concat.default", "hstack.default"))
 def _cat(node: fx.Node, args: dict[str, Any]) -> str | None:
     parts = args["tensors"]
-    stacked = node.target in _operators("stack.default")
+    stacked = node.target is aten.stack.default  # along a new dimension
     return (None if stacked else _touches(parts[0], args.get("dim", -1))) or _aligned(parts)
 
 
@@ -264,18 +264,21 @@ def _embedding(node: fx.Node, args: dict[str, Any]) -> str | None:
     return "looks up rows of other tokens" if token_dims(args["weight"]) else None
 
 
-@_rule(*_operators("index_select.default", "gather.default", "scatter.src", "scatter.value", "scatter_add.default",
-                   "index_add.default", "index_copy.default", "scatter_reduce.two"))  # fmt: skip
+@_rule(*_operators("gather.default", "scatter.src", "scatter.value", "scatter_add.default", "scatter_reduce.two"))
 def _index_along(node: fx.Node, args: dict[str, Any]) -> str | None:
+    """One index for each element."""
     others = [args[name] for name in ("index", "src") if isinstance(args.get(name), fx.Node)]
-    if node.target in _operators("index_select.default", "index_add.default", "index_copy.default"):
-        others = []  # a list of places along dim, not one for each element
-        if token_dims(args["index"]) and token_dims(args["self"]):
-            return _MEET
     return _touches(args["self"], args["dim"]) or _aligned([args["self"], *others])
 
 
-@_rule(*_operators("index.Tensor", "index_put.default"))
+@_rule(*_operators("index_select.default"))
+def _index_select(node: fx.Node, args: dict[str, Any]) -> str | None:
+    """One list of places along a dimension."""
+    both = token_dims(args["index"]) and token_dims(args["self"])
+    return _touches(args["self"], args["dim"]) or (_MEET if both else None)
+
+
+@_rule(*_operators("index.Tensor"))
 def _index(node: fx.Node, args: dict[str, Any]) -> str | None:
     """``x[i, j, …]``: what is indexed has no tokens along the indexed dimensions, and the indices agree on theirs."""
     x, indices = args["self"], args["indices"]

@@ -81,6 +81,9 @@ MIXES = {
     "flip": (lambda x, w: x + x.flip(0), "flip"),
     "reversed view": (lambda x, w: x + x.T.reshape(-1, WIDTH), "view"),
     "fast Fourier transform": (lambda x, w: torch.fft.fft(x, dim=0).real, "fft"),
+    "every second token": (lambda x, w: x[::2].repeat_interleave(2, 0)[: x.shape[0]], "slice"),
+    "pairs of tokens": (lambda x, w: torch.cat([x, x]).view(-1, 2 * WIDTH).repeat(1, 1)[:, :WIDTH], "cat"),
+    "chosen by each other": (lambda x, w: x.index_select(1, x[:, 0].long() % WIDTH)[:, :WIDTH], "index_select"),
     "looked up among tokens": (lambda x, w: x[x[:, 0].long()], "index"),
 }
 KEEPS = {

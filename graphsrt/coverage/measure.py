@@ -142,7 +142,9 @@ def _one(whole: Stages, source: Any, tp: int, reference: _Reference) -> TpResult
     program.mesh = {"tp": tp}
     try:
         stages = run(program, PIPELINE[_SHARD:])
-        final = with_checkpoint_names(stages, source)
+        # shapes of the checkpoint are those of the captured program: recipes have changed since
+        captured = ("capture", whole.programs[0][1].copy())
+        final = with_checkpoint_names(Stages([captured, *stages.programs]), source)
     except GraphsrtError as error:
         return TpResult("refused", " ".join(str(error).split()))
     checkpoint = source.require_checkpoint()
