@@ -163,7 +163,8 @@ def _stream(
     def make_if_ready(name: str) -> None:
         if name not in made and not any(block.missing for block in blocks[name]):
             made[name] = _make(program, rank, name, source.over(_Arrived(bottom, blocks[name])), device)
-            blocks[name].clear()
+            for block in blocks[name]:
+                block.data = None
             if progress is not None:
                 progress(len(made), len(program.weights), name)
 

@@ -246,3 +246,15 @@ def test_rank_processes_read_the_checkpoint_once(tmp_path):
     assert total > 8e6 and all(report.node_ranks == (0, 1) for report in reports)
     assert 0.95 * total < sum(report.bytes_read for report in reports) == reports[0].node_bytes_read <= 1.05 * total
     assert max(report.bytes_read for report in reports) < 0.6 * total
+
+
+def test_peak_memory(tmp_path):
+    from bench.loading import measure
+
+    ranks, largest_bytes = measure(0.5, 2, tmp_path, width=2048)
+    for rank in ranks:
+        share = rank.report.weight_bytes
+        assert share > 200e6 and rank.report.node_bytes_read <= 1.05 * rank.report.checkpoint_bytes
+        assert rank.pss_bytes < share + 64e6  # what the allocator keeps
+        # what a rank keeps, its part of the weight that is being made, and the slots that all ranks share
+        assert rank.peak_bytes < 1.2 * share + largest_bytes
