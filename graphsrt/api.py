@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphsrt.capture import capture, check_config, hidden_indices
+from graphsrt.check_placements import _leaf_shapes
 from graphsrt.compiled import CompiledModel, Traced
 from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
@@ -23,7 +24,7 @@ from graphsrt.passes import PIPELINE, page_attention, shard_tensor_parallel
 from graphsrt.passes.plugins import with_installed
 from graphsrt.passes.runner import Pass, Stages, run, select
 from graphsrt.program import Program
-from graphsrt.recipes import leaves, rename
+from graphsrt.recipes import rename
 from graphsrt.runtime.agreement import COMPARE_EVERY
 from graphsrt.runtime.engine import Engine
 from graphsrt.runtime.executor import STALL_TIMEOUT_S
@@ -253,7 +254,11 @@ def _capture(
 def with_checkpoint_names(stages: Stages, source: ModelSource) -> Program:
     """Settle which checkpoint tensor every parameter comes from; all missing and left-over tensors are one error."""
     captured = stages.programs[0][1]
-    expected = {leaf: w.shape for w in captured.weights.values() for leaf in leaves(w.recipe)}
+    expected: dict[str, tuple[int, ...]] = {
+        leaf: tuple(size for size in shape if size is not None)
+        for weight in captured.weights.values()
+        for leaf, shape in _leaf_shapes(weight.recipe, list(weight.shape))
+    }
     accounting = source.account(expected)
     for _, program in stages.programs:
         for weight in program.weights.values():

@@ -121,3 +121,15 @@ def test_refused_by_name(damage: dict[str, Any], words: str) -> None:
         setattr(net.model.layers[1].mlp.experts, name, value)
     with pytest.raises(CompileError, match=rf"MixtralExperts needs {words}[\s\S]*layers.1.mlp.experts"):
         settle(net, "graphsrt")
+
+
+def test_accounting_looks_through_a_transposed_weight() -> None:
+    """The first stage need not be the captured one: after ``normalize`` gpt-oss's experts are transposed."""
+    from graphsrt.api import with_checkpoint_names
+    from graphsrt.models.source import resolve
+    from graphsrt.passes.runner import Stages
+
+    traced = mixtures.traced("gpt_oss", 2)
+    later = Stages([(name, program.copy()) for name, program in traced.stages.programs[1:]])
+    named = with_checkpoint_names(later, resolve(mixtures.model("gpt_oss"), dtype=torch.float64))
+    assert any("transpose(" in str(line) for line in str(named).splitlines())
