@@ -35,10 +35,11 @@ from graphsrt.recipes import (
 )  # fmt: skip
 
 
-def check_placements(program: Program, axis: str = "tp") -> None:
+def check_placements(program: Program, axis: str = "tp", *, record: bool = False) -> None:
     """Raise CompileError at the first value whose recorded placement is not what its operator gives.
 
     A program without any placement must be free of collectives and of recipes that differ from rank to rank.
+    ``record``: what is derived is recorded instead of compared; what no rule allows is refused all the same.
     """
     recorded = any("placement" in node.meta for node in program.graph.nodes)
     if not recorded and not any(weight.placement is not None for weight in program.weights.values()):
@@ -52,11 +53,13 @@ def check_placements(program: Program, axis: str = "tp") -> None:
             continue
         try:
             if node.op == "get_attr":
-                held[node] = _weight(program, str(node.target), ranks, sizes)
+                held[node] = _weight(program, str(node.target), ranks, sizes, record)
             elif node.op == "placeholder":
                 held[node] = _input(program, node)
             else:
                 held[node] = derive(call_of(program, node, held, ranks, axis))
+            if record:
+                _record(node, held[node])
             _compare(program, node, held[node], ranks)
         except Refused as refusal:
             kinds = {"get_attr": "weight", "placeholder": "input"}
@@ -78,6 +81,10 @@ def check_placements(program: Program, axis: str = "tp") -> None:
                     got=str(held[node]),
                 )
             )
+
+
+def _record(node: fx.Node, held: Any) -> None:
+    node.meta["placement"] = tuple(h.placement for h in held) if isinstance(held, tuple) else held.placement
 
 
 def _check_whole(program: Program) -> None:
@@ -190,11 +197,15 @@ class Read:
     starts: Layout | None = None
 
 
-def _weight(program: Program, name: str, ranks: int, sizes: dict[tuple[str, int], tuple[int, str]]) -> Held:
+def _weight(
+    program: Program, name: str, ranks: int, sizes: dict[tuple[str, int], tuple[int, str]], record: bool
+) -> Held:
     weight = program.weights[name]
     read = _read(weight.recipe, weight.shape, ranks)
     _same_sizes(weight.recipe, weight, sizes, name)
     held = _held(read, ranks)
+    if record:
+        weight.placement = held.placement
     if weight.placement != held.placement:
         raise Refused(
             "the recorded placement is not what the recipe reads", describe(held.placement), describe(weight.placement)

@@ -13,10 +13,14 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PretrainedConfig,
@@ -53,13 +57,19 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[st
 }
 """Name -> config class, model class and what the family adds. Gemma-2's embedding is tied by default."""
 
+MORE: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {"rotary_pct": 0.5}),
+}
+"""Families for what the ones above do not have: norms over the whole width of q and k; parallel branches."""
+
 HEADS = [(8, 8, 2), (8, 2, 4), (8, 2, 8), (9, 3, 2), (9, 3, 3), (12, 4, 8), (28, 4, 8), (10, 5, 4)]
 """Query heads, KV heads, ranks: dividing, replicated, padded, and several of these at once."""
 
 
 def config(family: str, heads: int = 4, kv_heads: int = 2, layers: int = 2, **extra: Any) -> PretrainedConfig:
     """The config of a tiny model; ``extra`` overrides anything."""
-    config_class, _, own = FAMILIES[family]
+    config_class, _, own = (FAMILIES | MORE)[family]
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": heads * 12,
@@ -78,7 +88,7 @@ def config(family: str, heads: int = 4, kv_heads: int = 2, layers: int = 2, **ex
 def build(family: str, heads: int = 4, kv_heads: int = 2, layers: int = 2, **extra: Any) -> PreTrainedModel:
     """A new model in float64, its weights random but the same every time."""
     torch.manual_seed(0)
-    made = FAMILIES[family][1](config(family, heads, kv_heads, layers, **extra)).double().eval()
+    made = (FAMILIES | MORE)[family][1](config(family, heads, kv_heads, layers, **extra)).double().eval()
     made.set_attn_implementation("eager")
     randomize(made)
     return made
