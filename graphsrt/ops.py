@@ -263,11 +263,16 @@ ATTENTIONS: set[torch._ops.OpOverload] = {attention, radix_attention}
 # -- norms, rope, gated activations ---------------------------------------------------------------------------------
 
 
+def normed_like(x: torch.Tensor, weight: torch.Tensor, cast: str) -> torch.Tensor:
+    """Shape and dtype of an RMS norm's result. ValueError if ``weight`` is not a vector as long as ``x`` is wide."""
+    if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(f"a norm of {list(x.shape)} with a weight of {list(weight.shape)}")
+    return x.new_empty(x.shape, dtype=x.dtype if cast == "after_weight" else torch.promote_types(x.dtype, weight.dtype))
+
+
 @_define(
     "(Tensor x, Tensor weight, *, float eps, str cast, float offset=0.0) -> Tensor",
-    lambda x, weight, *, eps, cast, offset=0.0: x.new_empty(
-        x.shape, dtype=x.dtype if cast == "after_weight" else torch.promote_types(x.dtype, weight.dtype)
-    ),
+    lambda x, weight, *, eps, cast, offset=0.0: normed_like(x, weight, cast),
 )
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, cast: str, offset: float = 0.0) -> torch.Tensor:
     """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), accumulated in float32 or wider.
@@ -288,7 +293,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, cast: str, of
 @_define(
     "(Tensor x, Tensor residual, Tensor weight, *, float eps, str cast, float offset=0.0) -> (Tensor, Tensor)",
     lambda x, residual, weight, *, eps, cast, offset=0.0: (
-        x.new_empty(x.shape, dtype=x.dtype if cast == "after_weight" else torch.promote_types(x.dtype, weight.dtype)),
+        normed_like(x, weight, cast),
         residual.new_empty(residual.shape),
     ),
 )
@@ -330,7 +335,13 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@_define("(Tensor gate, Tensor up, *, str act) -> Tensor", lambda gate, up, *, act: gate.new_empty(gate.shape))
+def _gated_like(gate: torch.Tensor, up: torch.Tensor, *, act: str) -> torch.Tensor:
+    if gate.shape != up.shape:
+        raise ValueError(f"a gated unit of {list(gate.shape)} and {list(up.shape)}")
+    return gate.new_empty(gate.shape)
+
+
+@_define("(Tensor gate, Tensor up, *, str act) -> Tensor", _gated_like)
 def glu(gate: torch.Tensor, up: torch.Tensor, *, act: str) -> torch.Tensor:
     """Gated linear unit: ``act(gate) · up`` (Shazeer 2020); ``act`` is a key of :data:`ACTIVATIONS`."""
     return ACTIVATIONS[act](gate) * up

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from graphsrt.ops import _define, compute_dtype
+from graphsrt.ops import _define, compute_dtype, normed_like
 
 
 def _one_per_row(x: torch.Tensor, *rest: torch.Tensor | None, width: int = 0) -> torch.Tensor:
@@ -35,9 +35,7 @@ def sum_of_squares(
 
 @_define(
     "(Tensor x, Tensor squares, Tensor weight, *, int width, float eps, str cast, float offset=0.0) -> Tensor",
-    lambda x, squares, weight, *, width, eps, cast, offset=0.0: x.new_empty(
-        x.shape, dtype=x.dtype if cast == "after_weight" else torch.promote_types(x.dtype, weight.dtype)
-    ),
+    lambda x, squares, weight, *, width, eps, cast, offset=0.0: normed_like(x, weight, cast),
 )
 def rms_norm_of(
     x: torch.Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from graphsrt import ops
@@ -64,12 +64,13 @@ def block(heads: int, group: int, size: int, inner: int, vocab: int, layout: str
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    heads=st.integers(1, 9), group=st.integers(1, 4), size=st.integers(1, 4), inner=st.integers(1, 19),
+    heads=st.integers(1, 9), group=st.integers(1, 4), size=st.integers(1, 4), inner=st.integers(2, 19),
     vocab=st.integers(6, 40), layout=st.sampled_from(LAYOUTS), parallel=st.booleans(), tp=st.integers(2, 16),
 )  # fmt: skip
 def test_sharded_equals_unsharded(
     heads: int, group: int, size: int, inner: int, vocab: int, layout: str, parallel: bool, tp: int
 ) -> None:
+    assume(heads * group > 1)  # a single head is one unit
     program = block(heads, group, size, inner, vocab, layout, parallel, tp)
     passes = [split_linears, shard_tensor_parallel, merge_qkv, merge_gate_up]
     final = run(program.copy(), passes, strict=True, may_miss=("merge_qkv", "merge_gate_up")).final

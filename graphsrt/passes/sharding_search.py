@@ -95,6 +95,9 @@ class Search:
         size = int(value.meta["val"].shape[dim])
         layout = Layout.blocks(size, self.ranks)
         for _ in range(_MAX_RETRIES):
+            if layout.is_everywhere:
+                self.choice.refused[user if user is not None else value] = f"{value.name}: it is one unit, not several"
+                break
             try:
                 return self._demand(value, Shard(dim, layout), user), layout
             except Refusal as refusal:

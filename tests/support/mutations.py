@@ -316,9 +316,13 @@ def _untrue_copies(program: Program, node: fx.Node, got: torch.Tensor, values: V
 
 
 def _one_rank(program: Program, node: fx.Node, seen: dict[fx.Node, Values], place: Any) -> torch.Tensor:
-    values = {
-        a: whole(seen[a], a.meta["placement"]) if not _is_start(program, a) else None for a in node.all_input_nodes
-    }
+    def put_together(argument: fx.Node) -> Any:
+        if _is_start(program, argument):
+            return None
+        values = seen[argument]
+        return values[0] if isinstance(values[0], tuple) else whole(values, argument.meta["placement"])
+
+    values = {argument: put_together(argument) for argument in node.all_input_nodes}
     if node.target is ops.vocab_embedding:
         tokens, table, _ = (values[a] for a in node.args)  # type: ignore[index]
         assert tokens is not None and table is not None

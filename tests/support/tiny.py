@@ -19,6 +19,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -59,9 +61,10 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[st
 
 MORE: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"head_dim": HEAD_SIZE, "num_local_experts": 5}),
     "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {"rotary_pct": 0.5}),
 }
-"""Families for what the ones above do not have: norms over the whole width of q and k; parallel branches."""
+"""Families for what those above do not have: norms over the whole width of q and k, experts, parallel branches."""
 
 HEADS = [(8, 8, 2), (8, 2, 4), (8, 2, 8), (9, 3, 2), (9, 3, 3), (12, 4, 8), (28, 4, 8), (10, 5, 4)]
 """Query heads, KV heads, ranks: dividing, replicated, padded, and several of these at once."""
