@@ -22,8 +22,7 @@ from tests.support import latent, tiny
 from tests.support.captures import shared
 
 TOKENS = (1, 2, 7, 37)
-RANKS = [("deepseek_v3", 8, (2, 8)), ("deepseek_v3", 6, (4,)), ("deepseek_v2", 6, (2,)), ("minicpm3", 5, (2, 3)),
-         ("youtu", 6, (3, 16))]  # fmt: skip
+RANKS = [("deepseek_v3", 8, (2, 8)), ("deepseek_v2", 6, (4,)), ("minicpm3", 5, (3,)), ("youtu", 6, (16,))]
 """Family, heads, ranks: heads that divide, that do not, and more ranks than heads."""
 
 

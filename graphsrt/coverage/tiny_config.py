@@ -211,6 +211,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "n_group": 2, "topk_group": 1,
     },
     "deepseek_v2": {"num_experts_per_tok": 3},
+    "longcat_flash": {"head_dim": 8, "num_layers": 2},  # the rotary part of a head; two attentions in each layer
     "dbrx": {"attn_config": {"rope_theta": 10000.0}},
     "diffllama": {  # its KV heads come in pairs
         "num_attention_heads": lambda s: s.heads if s.kv_heads % 2 == 0 else 12,
