@@ -31,8 +31,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--longest", type=int, default=2000, help="tokens of the longest prompt")
-    parser.add_argument("--new", type=int, default=24, help="most new tokens of a request")
-    parser.add_argument("--pool", type=int, help="KV pool in tokens; default three of the longest requests")
+    parser.add_argument("--new", type=int, default=40, help="most new tokens of a request")
+    parser.add_argument("--pool", type=int, help="KV pool in tokens; default a little more than one longest request")
     parser.add_argument("--running", type=int, default=64, help="most requests that run at a time")
     parser.add_argument(
         "--reuse", type=int, default=100, help="requests with shared prefixes, run with and without reuse"
@@ -93,8 +93,8 @@ def main() -> int:
 def _compile(options: argparse.Namespace, tp: int, **more: object) -> graphsrt.CompiledModel:
     context = options.longest + options.longest // 10 + options.new + 16
     return graphsrt.compile(
-        options.model, tp=tp, dtype="float32", backend=options.backend, context_length=context, page_size=8,
-        max_total_tokens=options.pool or 3 * context, max_running=options.running, max_queue=None, **more,
+        options.model, tp=tp, dtype="float32", backend=options.backend, context_length=context, page_size=4,
+        max_total_tokens=options.pool or 21 * context // 20, max_running=options.running, max_queue=None, **more,
     )  # fmt: skip
 
 
