@@ -66,12 +66,19 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
     scale = extra.pop("scaling", None)
     window = extra.pop("sliding_window", None)
     softcap = extra.pop("softcap", None)
+    chunk = None
     sinks = extra.pop("s_aux", None)
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     kind = layer_types[layer] if layer_types and layer < len(layer_types) else "full_attention"
     if kind == "sliding_attention" and window is None:
         raise refuse("a sliding window", "layer_types says sliding_attention, but the model passes no sliding_window")
-    if kind not in ("full_attention", "sliding_attention", "attention"):
+    if kind == "chunked_attention":  # the size is in the mask, which transformers does not make for this interface
+        chunk = getattr(module.config, "attention_chunk_size", None)
+        if chunk is None:
+            raise refuse(
+                "a chunk size", "layer_types says chunked_attention, but the config has no attention_chunk_size"
+            )
+    elif kind not in ("full_attention", "sliding_attention", "attention"):
         raise refuse(f"{kind}", kind)
     for name, item in extra.items():
         if item is not None and item is not False and name not in _IRRELEVANT:
@@ -85,6 +92,7 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
         layer_id=layer, scale=float(scale if scale is not None else query.shape[-1] ** -0.5),
         sliding_window=None if window is None else int(window),
         softcap=None if softcap is None else float(softcap), sinks=sinks,
+        chunk_size=None if chunk is None else int(chunk),
     )  # fmt: skip
     return out[None], None
 
@@ -262,7 +270,7 @@ def capture(model: Any, *, context_length: int, name: str | None = None, hidden:
         "vocab_size": int(program.output.meta["val"].shape[-1]),
         "num_layers": len(program.calls(ops.attention)),
     }
-    _check_attention(program, text)
+    _number_attention(program, text)
     check_tokens(program)
     return program
 
@@ -333,6 +341,10 @@ def _convert(
                 declared = Input(("T", int(given.shape[1])), given.dtype, f"forward_batch.{node.name}")
                 values[node] = program.add_input(node.name, declared)
                 continue
+            if node.name in signature.inputs_to_lifted_tensor_constants:
+                lifted = signature.inputs_to_lifted_tensor_constants[node.name]
+                values[node] = _lifted(program, node, exported.constants[lifted])
+                continue
             if node.name not in parameters:
                 raise CompileError(
                     f"the captured graph has an input {node.name} that is neither a weight nor a token input"
@@ -382,6 +394,16 @@ def _check_embeds(program: Program) -> None:
                 )
             )
         todo += node.users
+
+
+def _lifted(program: Program, node: fx.Node, value: torch.Tensor) -> fx.Node:
+    """A tensor that the model's code makes from numbers, as a weight."""
+    module, source = _origin(node, "")
+    if value.is_meta:
+        raise CompileError(explain("a tensor made from numbers has none", where=f"{module} {source}".strip()))
+    name = program.fresh_name(node.name.removeprefix("c_net_"))
+    program.add_weight(name, Weight(tuple(value.shape), value.dtype, _constant(name, value)))
+    return program.weight_node(name)
 
 
 def _convert_call(program: Program, node: fx.Node, values: dict[fx.Node, Any], prefix: str) -> fx.Node | None:
@@ -470,16 +492,24 @@ def _origin(node: fx.Node, prefix: str) -> tuple[str, str]:
     return path, source
 
 
-def _check_attention(program: Program, config: Any) -> None:
+def _number_attention(program: Program, config: Any) -> None:
+    """Check that every layer attends through the interface. Where layers do so more than once (run again in a loop, or
+    on halves of the values), each call gets a number, and so keys and values in the pool, of its own."""
     layers = getattr(config, "num_hidden_layers", None)
-    found = [arguments(node)["layer_id"] for node in program.calls(ops.attention)]
-    if layers is not None and sorted(found) != list(range(layers)):
+    nodes = program.calls(ops.attention)
+    found = [arguments(node)["layer_id"] for node in nodes]
+    is_repeated = len(set(found)) < len(found)
+    expected = max(found, default=-1) + 1 if layers is None or is_repeated else layers
+    if sorted(set(found)) != list(range(expected)) or not found:
         raise CompileError(
             explain(
                 "attention does not go through transformers' attention interface in every layer",
                 where=type(config).__name__,
-                expected=f"{layers} attention operators, one for each of layers 0 to {layers - 1}",
+                expected=f"{layers} attention operators, one for each of layers 0 to {expected - 1}",
                 got=f"{len(found)} ({found[:8]}{'…' if len(found) > 8 else ''})",
                 hint="such a model needs a reference model in graphsrt/models",
             )
         )
+    if is_repeated:
+        for index, node in enumerate(nodes):
+            node.kwargs = {**node.kwargs, "layer_id": index}
