@@ -261,7 +261,7 @@ def capture(model: Any, *, context_length: int, name: str | None = None, hidden:
                 "attention does not go through transformers' attention interface",
                 where=type(model).__name__,
                 got=str(error).partition("\n")[0],
-                hint="such a model needs a reference model in graphsrt/models",
+                hint="such a model needs a reference model (docs/adding_a_model.md)",
             )
         ) from error
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -285,7 +285,7 @@ def _export(wrapper: FlatModel, config: Any) -> torch.export.ExportedProgram:
         names = (*names, "input_embeds", "is_embeds")  # type: ignore[assignment]
     dynamic = {name: {0: torch.export.Dim.DYNAMIC} for name in names}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _numbers_on_the_cpu():
             exported = torch.export.export(
                 wrapper, example, dynamic_shapes=dynamic, strict=False, prefer_deferred_runtime_asserts_over_guards=True
             )
@@ -309,6 +309,23 @@ def _export(wrapper: FlatModel, config: Any) -> torch.export.ExportedProgram:
             )
         ) from error
     return exported
+
+
+@contextmanager
+def _numbers_on_the_cpu() -> Iterator[None]:
+    """``torch.tensor(0.5, device=x.device)`` would forget its number on the meta device."""
+    original = torch.tensor
+
+    def tensor(data: Any, **options: Any) -> torch.Tensor:
+        if isinstance(data, (int, float)) and torch.device(options.get("device") or "cpu").type == "meta":
+            options["device"] = "cpu"
+        return original(data, **options)
+
+    torch.tensor = tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.tensor = original
 
 
 def _mutates(node: fx.Node) -> bool:
@@ -413,6 +430,21 @@ def _convert_call(program: Program, node: fx.Node, values: dict[fx.Node, Any], p
     if val is not None and not isinstance(val, (torch.Tensor, list, tuple)):
         values[node] = val  # token counts and comparisons of them: settled below, where they are used
         return None
+    if isinstance(val, torch.Tensor) and val.is_complex():
+        raise CompileError(
+            explain(
+                f"{node.target} computes with complex numbers",
+                where=" ".join(_origin(node, prefix)).strip(),
+                expected="rotary positions as cosines and sines",
+                hint="such a model needs a reference model (docs/adding_a_model.md)",
+            )
+        )
+    if node.target is aten.copy.default and _same_kind(node, node.args[1]):
+        values[node] = values[node.args[1]]  # type: ignore[index]
+        return None
+    if node.target in _ARANGES and _is_every_token(node):
+        values[node] = _positions(program, node, values)
+        return None
     module, source = _origin(node, prefix)
     if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
         raise CompileError(explain(f"{node.target} cannot be part of a program", where=f"{module} {source}".strip()))
@@ -432,8 +464,43 @@ def _convert_call(program: Program, node: fx.Node, values: dict[fx.Node, Any], p
     return _place(program, node.target, mapped, kwargs, label, module, source)
 
 
+_ALIASES = {
+    aten.multiply.Tensor: aten.mul.Tensor,
+    aten.divide.Tensor: aten.div.Tensor,
+    aten.subtract.Tensor: aten.sub.Tensor,
+}
+"""Second names of operators, which torch's decompositions would replace."""
+_ARANGES = {aten.arange.default, aten.arange.start, aten.arange.start_step}
+
+
+def _same_kind(node: fx.Node, other: Any) -> bool:
+    a, b = node.meta["val"], other.meta["val"]
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _is_every_token(node: fx.Node) -> bool:
+    """Whether an ``arange`` counts the tokens from 0: of one sequence alone those are the positions."""
+    args, tokens = arguments(node), next(n for n in node.graph.nodes if n.name == "tokens")
+    starts = args.get("start", 0) == 0 and args.get("step", 1) == 1
+    count, whole = node.meta["val"].shape[0], tokens.meta["val"].shape[0]
+    return starts and isinstance(count, torch.SymInt) and count.node.expr == whole.node.expr
+
+
+def _positions(program: Program, node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node:
+    """A model that counts tokens itself gets the positions in their sequences instead. Were the count an index of
+    tokens, something would have to look tokens up by it, which check_tokens refuses."""
+    given = next(n for n in node.graph.nodes if n.name == "positions")
+    if given not in values:
+        values[given] = program.add_input("positions", Input(("T",), torch.int64, "positions"))
+    dtype = node.meta["val"].dtype
+    if dtype == torch.int64:
+        return values[given]
+    module, source = _origin(node, "")
+    return _place(program, aten.to.dtype, (values[given], dtype), {}, f"{module}.positions", module, source)
+
+
 def _place(program: Program, target: Any, args: tuple, kwargs: dict, label: str, module: str, source: str) -> fx.Node:
-    new = program.call(target, *args, name=label, **kwargs)
+    new = program.call(_ALIASES.get(target, target), *args, name=label, **kwargs)
     new.meta.update(module=module, source=source, made_by=())
     return new
 
@@ -507,7 +574,7 @@ def _number_attention(program: Program, config: Any) -> None:
                 where=type(config).__name__,
                 expected=f"{layers} attention operators, one for each of layers 0 to {expected - 1}",
                 got=f"{len(found)} ({found[:8]}{'…' if len(found) > 8 else ''})",
-                hint="such a model needs a reference model in graphsrt/models",
+                hint="such a model needs a reference model (docs/adding_a_model.md)",
             )
         )
     if is_repeated:

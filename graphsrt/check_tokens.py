@@ -301,4 +301,5 @@ def _pad(node: fx.Node, args: dict[str, Any]) -> str | None:
 def _repeat(node: fx.Node, args: dict[str, Any]) -> str | None:
     repeats = args["repeats"] if "repeats" in args else args["dims"]
     many = [i - len(repeats) for i, count in enumerate(repeats) if count != 1]
-    return _touches(args["self"], [d for d in many if -d <= _rank(args["self"])]) if many else None
+    existing = [dim for dim in many if -dim <= _rank(args["self"])]  # others are new dimensions in front
+    return _touches(args["self"], existing) if existing else None

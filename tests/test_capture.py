@@ -62,8 +62,13 @@ def test_refused_modules() -> None:
         call(encoder)
     chunked = Layer()
     chunked.config = type("Config", (), {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]})()  # type: ignore[assignment]
-    with pytest.raises(CompileError, match="chunked_attention"):
+    with pytest.raises(CompileError, match="no attention_chunk_size"):
         call(chunked)
+    chunked.config.attention_chunk_size = 2
+    q, kv = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    out = _attention(chunked, q, kv, kv)[0]
+    alone = _attention(Layer(), q[:, :, 2:4], kv[:, :, 2:4], kv[:, :, 2:4])[0]  # tokens 2 and 3 are a chunk
+    torch.testing.assert_close(out[:, 2:4], alone)
     window = Layer()
     window.config = type("Config", (), {"layer_types": ["sliding_attention"] * 4})()  # type: ignore[assignment]
     with pytest.raises(CompileError, match="passes no sliding_window"):

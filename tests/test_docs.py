@@ -111,3 +111,8 @@ def test_generating(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
         exec(code.replace("[504, 2365]", "[5, 23]"), names)
     assert len(names["results"]) == 3 and names["results"][0].finish_reason == "length"
     assert "graphsrt_generated_tokens_total" in names["text"]
+
+
+def test_adding_a_model() -> None:
+    (code,) = blocks("docs/adding_a_model.md")
+    exec(code, {})

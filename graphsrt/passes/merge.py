@@ -18,6 +18,11 @@ def linear_behind(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def is_shared(linear: fx.Node) -> bool:
+    """Whether another linear has the same weight: a layer that is run again."""
+    return len(arguments(linear)["weight"].users) > 1
+
+
 def why_not(program: Program, linears: list[fx.Node]) -> str | None:
     """None if the linears can become one, else the reason."""
     if len(set(linears)) != len(linears):
@@ -30,7 +35,7 @@ def why_not(program: Program, linears: list[fx.Node]) -> str | None:
             return f"{linear.name} has another input than {linears[0].name}"
         if weight is None:
             return f"the weight of {linear.name} is computed"
-        if len(args["weight"].users) > 1:
+        if is_shared(linear):
             return f"the weight of {linear.name} is used elsewhere too"
         if (args["bias"] is None) != (first["bias"] is None):
             return f"{linear.name} and {linears[0].name} do not both have a bias"

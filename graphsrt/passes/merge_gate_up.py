@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.passes.merge import linear_behind, merge, why_not
+from graphsrt.passes.merge import is_shared, linear_behind, merge, why_not
 from graphsrt.program import NearMiss, Program, arguments, aten
 
 
@@ -46,9 +46,9 @@ def merge_gate_up(
 
 
 def _expected(program: Program) -> int:
-    """Gated activations whose gate and up are two linears."""
+    """Gated activations whose gate and up are two linears, whose weights no other run of the layer shares."""
     return sum(
-        all(arguments(n)[x].target is aten.linear.default for x in ("gate", "up"))
+        all(arguments(n)[x].target is aten.linear.default and not is_shared(arguments(n)[x]) for x in ("gate", "up"))
         and arguments(n)["gate"] is not arguments(n)["up"]
         for n in program.calls(ops.glu)
     )

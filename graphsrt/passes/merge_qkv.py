@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.passes.merge import linear_behind, merge, why_not
+from graphsrt.passes.merge import is_shared, linear_behind, merge, why_not
 from graphsrt.program import NearMiss, Program, arguments
 
 
@@ -53,9 +53,9 @@ def merge_qkv(
 
 
 def _expected(program: Program) -> int:
-    """Attention operators whose q, k and v have a linear each."""
+    """Attention operators whose q, k and v have a linear each, whose weights no other run of the layer shares."""
     behind = [{linear_behind(arguments(n)[x]) for x in ("q", "k", "v")} for n in program.calls(ops.attention)]
-    return sum(len(linears) == 3 and None not in linears for linears in behind)
+    return sum(len(linears) == 3 and all(x is not None and not is_shared(x) for x in linears) for linears in behind)
 
 
 merge_qkv.expect = _expected  # type: ignore[attr-defined]
