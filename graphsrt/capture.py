@@ -430,15 +430,6 @@ def _convert_call(program: Program, node: fx.Node, values: dict[fx.Node, Any], p
     if val is not None and not isinstance(val, (torch.Tensor, list, tuple)):
         values[node] = val  # token counts and comparisons of them: settled below, where they are used
         return None
-    if isinstance(val, torch.Tensor) and val.is_complex():
-        raise CompileError(
-            explain(
-                f"{node.target} computes with complex numbers",
-                where=" ".join(_origin(node, prefix)).strip(),
-                expected="rotary positions as cosines and sines",
-                hint="such a model needs a reference model (docs/adding_a_model.md)",
-            )
-        )
     if node.target is aten.copy.default and _same_kind(node, node.args[1]):
         values[node] = values[node.args[1]]  # type: ignore[index]
         return None
