@@ -51,6 +51,13 @@ READABLE: dict[str, Target] = {
 }
 """Architecture -> reference model to read, where the transformers class can be captured as well and is by default."""
 
+UNSERVABLE: dict[str, str] = {
+    "CpmAntForCausalLM": "it puts a learned prompt first and adds a learned bias to the score of each pair of tokens",
+    "DogeForCausalLM": "the values that its layers compute choose which earlier tokens are seen",
+    "GitForCausalLM": "it describes an image, which a program here does not take",
+}
+"""Architecture -> what no program here can honour. A registered model goes before."""
+
 _registered: dict[str, Target] = {}
 
 
@@ -78,6 +85,15 @@ def reference_of_module(module: nn.Module) -> type[nn.Module] | None:
     somebody else is no longer the model that a reference stands for."""
     packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
     return reference(type(module).__name__) if packages <= {"transformers", "torch"} else None
+
+
+def check_servable(config: PretrainedConfig, architecture: str) -> None:
+    """``CompileError`` with the reason for an architecture, or a setting of one, that no program can honour."""
+    reason = UNSERVABLE.get(architecture)
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+        reason = "its earlier loops read keys of the last one (recurrent_kv_cache_mode='last_loop')"
+    if reason is not None and reference(architecture) is None:
+        raise _refuse(config, reason)
 
 
 def _listed(variable: str) -> list[str]:

@@ -236,6 +236,7 @@ def _from_module(module: torch.nn.Module, dtype: torch.dtype | None) -> ModelSou
                 hint="pass its checkpoint folder: the text part is compiled if transformers has a class for it",
             )
         )
+    registry.check_servable(config, type(module).__name__)
     generation = getattr(module, "generation_config", None)
     return ModelSource(
         name=config._name_or_path or type(module).__name__,
@@ -257,6 +258,7 @@ def _from_config(
     reference = None
     if model_class is None:  # else it is the model's own code that the user trusts
         model_class = registry.lookup(config)
+        registry.check_servable(config, model_class.__name__)
         reference = registry.reference(*(config.architectures or [])[:1], model_class.__name__)
     inner = registry.model_config(config, model_class)
     return ModelSource(

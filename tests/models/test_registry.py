@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BloomConfig, BloomForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, T5Config
+from transformers import (
+    BertConfig,
+    BloomConfig,
+    BloomForCausalLM,
+    CpmAntConfig,
+    DogeConfig,
+    GitConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    T5Config,
+)
 
 import graphsrt
 from graphsrt.errors import CompileError
@@ -149,3 +160,12 @@ def test_a_plain_module_in_memory() -> None:
         assert tiny.worst(model.logits(ids), want) < 1e-6
     with pytest.raises(ValueError, match="this is no model"):
         resolve(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_what_no_program_can_honour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused with the reason itself, before capture; who registers a model of it knows better."""
+    for config in (GitConfig(), CpmAntConfig(), DogeConfig()):
+        with pytest.raises(CompileError, match=r"can compile: (it|the values)"):
+            resolve(config)
+    monkeypatch.setattr(registry, "_registered", {"DogeForCausalLM": Llama})
+    assert captured(DogeConfig()) == "graphsrt.models.llama:Llama"
