@@ -37,9 +37,13 @@ def select_logit_rows(program: Program, *, near_misses: list[NearMiss] | None = 
     rows = program.add_input("logit_rows", Input(("R",), torch.int64, "forward_batch.logit_rows"))
     if "placement" in program.output.meta:
         rows.meta["placement"] = R
-    for node in program.nodes:
-        if node not in chosen and (users := [user for user in node.users if _reads_rows(program, user, node, chosen)]):
-            _select(program, node, rows, users)
+    cuts = [  # all of them before the first edit, after which an operator may have an argument of other rows
+        (node, users)
+        for node in program.nodes
+        if node not in chosen and (users := [user for user in node.users if _reads_rows(program, user, node, chosen)])
+    ]
+    for node, users in cuts:
+        _select(program, node, rows, users)
     program.infer()
     return 1
 
