@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from graphsrt import ops
@@ -66,7 +67,7 @@ def page_latent(program: Program, node: fx.Node, pool: fx.Node, batch: list[fx.N
     w_uv = call(aten.slice.Tensor, w_kv_b, 1, own, both, role="w_uv", dim=0)
 
     q = call(aten.transpose.int, args["q_nope"], 0, 1, role="q_heads", dim=0)
-    q = call(aten.matmul.default, q, w_uk, role="q_absorbed", dim=0)
+    q = call(aten.bmm.default, q, w_uk, role="q_absorbed", dim=0)
     q = call(aten.transpose.int, q, 0, 1, role="q_latent", dim=1)
     keywords = {k: args[k] for k in ("layer_id", "scale", "sliding_window", "softcap", "sinks") if args[k] is not None}
     out = call(
@@ -75,6 +76,6 @@ def page_latent(program: Program, node: fx.Node, pool: fx.Node, batch: list[fx.N
     )  # fmt: skip
     out = call(aten.transpose.int, out, 0, 1, role="attended_heads", dim=0)
     w_uv = call(aten.transpose.int, w_uv, 1, 2, role="w_uv_transposed", dim=0)
-    out = call(aten.matmul.default, out, w_uv, role="value_heads", dim=0)
+    out = call(aten.bmm.default, out, w_uv, role="value_heads", dim=0)
     out = call(aten.transpose.int, out, 0, 1, role="values", dim=1)
-    program.replace(node, call(aten.contiguous.default, out, role="value", dim=1))
+    program.replace(node, call(aten.clone.default, out, memory_format=torch.contiguous_format, role="value", dim=1))
