@@ -19,6 +19,11 @@ MECHANISMS = {
     "grouped heads, rope": ("llama", "9/3"),
     "sandwich norms, windows, two soft caps": ("gemma2", "8/4"),
     "norms of heads": ("qwen3", "9/3"),
+    "transposed fused weights, learned positions": ("gpt2", "9/3"),
+    "norms over a divided width": ("olmo2", "8/4"),
+    "ALiBi": ("bloom", "8/4"),
+    "experts, sinks": ("gpt_oss", "8/4"),
+    "latent attention, groups of experts": ("deepseek_v3", "8/4"),
 }
 """Mechanism -> the architecture that stands for it, and its heads. All of them run at 1 and 4 ranks."""
 
@@ -31,6 +36,7 @@ def test_mechanism(mechanism: str) -> None:
     for tp, result in row.tp.items():
         assert result.status == "ok", f"tp={tp}: {result.reason}"
         assert 0 <= result.error_eager <= EAGER_TOLERANCE and 0 <= result.error_pieces <= EAGER_TOLERANCE
+    assert not row.without_effect, f"would not be missed: {row.without_effect}"
     assert 0 < row.tp[4].error_ranks <= RANKS_TOLERANCE, "sums in another order: exactly equal would be no sharding"
     assert row.tp[4].audit.bytes_per_rank < 0.5 * row.tp[4].audit.total_bytes
 

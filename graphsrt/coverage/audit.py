@@ -63,6 +63,8 @@ def _bytes(program: Program, ranks: int, result: Audit) -> None:
             users = _readers(program.weight_node(name))
             if any(_is_router(user) for user in users):
                 whole["routers"] += size
+            elif all(_makes_latent(user) for user in users):
+                whole["latent projections"] += size
             elif "rope" in target_name(users[0].target) or _is_computed(weight):
                 whole["tables"] += size
             elif all(_is_latent(program, user) for user in users):
@@ -138,6 +140,22 @@ def _is_latent(program: Program, node: fx.Node) -> bool:
             stack.append(user)
     sums = [value for value in seen if value.target in (aten.add.Tensor, ops.add_rms_norm)]
     return all(used in seen for value in sums for used in value.all_input_nodes if used.op == "call_function")
+
+
+def _makes_latent(node: fx.Node) -> bool:
+    """Whether a linear makes a latent of latent attention, which every rank needs whole, as it does a replicated KV head:
+    its result goes to the attention through one more product at most, and through no collective."""
+    stack, seen = [(node, 0)], set()
+    while stack:
+        value, products = stack.pop()
+        for user in value.users:
+            if "latent_attention" in target_name(user.target):
+                return True
+            more = products + (user.target in _PRODUCTS or user.target is aten.bmm.default)
+            if user.op == "call_function" and user.target not in ops.COLLECTIVES and more < 3 and user not in seen:
+                seen.add(user)
+                stack.append((user, more))
+    return False
 
 
 def _sizes(node: fx.Node) -> list[int]:

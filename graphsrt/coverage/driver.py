@@ -7,6 +7,7 @@ the versions and from the text of this package; a later run takes rows with the 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import logging
@@ -163,6 +164,7 @@ def _child(connection: Connection, job: Job, memory_bytes: int) -> None:
 
     from graphsrt.coverage.measure import measure
 
+    gc.disable()  # the process is short, and a collection would copy every page that it shares with its parent
     torch.set_num_threads(1)
     connection.send(json.loads(json.dumps(measure(job.model_type, job.sizes, job.tps).as_json())))
     connection.close()

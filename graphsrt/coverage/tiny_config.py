@@ -41,7 +41,7 @@ _KV_HEADS = {
     "num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads", "num_query_groups",
     "num_global_key_value_heads",
 }  # fmt: skip
-_WIDTH = {"hidden_size", "d_model", "n_embd", "emb_dim", "word_embed_proj_dim", "embedding_dim", "backbone_hidden_size"}
+_WIDTH = {"hidden_size", "d_model", "n_embd", "emb_dim", "word_embed_proj_dim", "embedding_dim", "hidden_size_global"}
 _LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"}
 _HEAD_DIM = {"head_dim", "kv_channels", "dim_head", "swa_head_dim", "d_head"}
 _SMALL = {
@@ -231,6 +231,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "inkling2_loop_text": {"n_layers_per_attn_res_block": 1},
     "helium": {"head_dim": lambda s: s.width_per_head},  # its width is that of its heads
+    "longcat_flash": {"head_dim": 8},  # that of its rotary part
     "llama4_text": {"interleave_moe_layer_step": 2},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
