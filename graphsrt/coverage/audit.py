@@ -143,7 +143,7 @@ def _is_latent(program: Program, node: fx.Node) -> bool:
 
 
 def _makes_latent(node: fx.Node) -> bool:
-    """Whether a linear makes a latent of latent attention, which every rank needs whole as it does a replicated KV head:
+    """Whether a linear makes a latent of latent attention, which every rank needs whole, as a replicated KV head is:
     its result goes to the attention through two more products at most, and through no collective."""
     stack, seen = [(node, 0)], set()
     while stack:

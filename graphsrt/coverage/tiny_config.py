@@ -231,7 +231,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "inkling2_loop_text": {"n_layers_per_attn_res_block": 1},
     "helium": {"head_dim": lambda s: s.width_per_head},  # its width is that of its heads
-    "longcat_flash": {"head_dim": 8},  # that of its rotary part
     "llama4_text": {"interleave_moe_layer_step": 2},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
