@@ -14,7 +14,16 @@ from typing import Any
 
 import torch.fx as fx
 
-from graphsrt import check_rules_experts, check_rules_latent, ops  # noqa: F401  (their rules register themselves)
+from graphsrt import (  # noqa: F401  (their rules register themselves)
+    check_rules_attention,
+    check_rules_collectives,
+    check_rules_experts,
+    check_rules_latent,
+    check_rules_norms,
+    check_rules_products,
+    check_rules_views,
+    ops,
+)
 from graphsrt.check_rules import WHOLE, Held, Refused, call_of, derive, describe
 from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Layout, Partial, Run, Shard

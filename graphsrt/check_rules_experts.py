@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.check_rules import SUM, WHOLE, Call, Held, Refused, addresses, describe, rule, starts, window_of
+from graphsrt.check_rules import SUM, WHOLE, Call, Held, Refused, addresses, describe, rule
+from graphsrt.check_rules_products import starts
+from graphsrt.check_rules_views import window_of
 from graphsrt.placement import Layout, Shard
 
 _BIASES = ("gate_up_bias", "down_bias")

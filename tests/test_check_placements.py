@@ -12,7 +12,8 @@ import torch.fx as fx
 
 from graphsrt import ops
 from graphsrt.check_placements import check_placements
-from graphsrt.check_rules import mismatch, view_options
+from graphsrt.check_rules_attention import mismatch
+from graphsrt.check_rules_views import view_options
 from graphsrt.errors import CompileError
 from graphsrt.placement import Heads, Layout, Partial, R, Run, Shard
 from graphsrt.program import Input, Program, Weight, aten
