@@ -9,6 +9,8 @@ from graphsrt.lowering.region_cache import CompileStats
 from graphsrt.passes.runner import Stages
 from graphsrt.program import Program
 
+SHARDING = "shard_tensor_parallel"
+
 
 def summary_text(stages: Stages, stats: CompileStats | None) -> str:
     """The pass table, then one line for each fact."""
@@ -27,6 +29,8 @@ def summary_text(stages: Stages, stats: CompileStats | None) -> str:
         lines.append(
             f"whole on each rank  {_bytes(total)} in {len(kept)} weights: {worst}{', …' if len(kept) > 3 else ''}"
         )
+    for miss in [miss for report in program.history if report.name == SHARDING for miss in report.near_misses][:3]:
+        lines.append(f"  not divided       {miss.node}: {miss.reason}")
     if "kv_pool" in program.inputs:
         lines.append(f"KV of a token       {_bytes(kv_bytes(program))} on each rank")
     reductions = program.count("graphsrt::all_reduce") + program.count("graphsrt::reduce_scatter")
