@@ -98,7 +98,7 @@ def _is_computed(weight: Weight) -> bool:
     """Made from no checkpoint tensor: a rotary table, a constant."""
     from graphsrt.recipes import leaves
 
-    return not leaves(weight.recipe)
+    return not any(leaves(weight.recipe))
 
 
 def _is_router(node: fx.Node) -> bool:
