@@ -114,8 +114,7 @@ def shrunk(config: Any, sizes: Sizes) -> dict[str, Any]:
             continue
         if hasattr(value, "to_dict") and not isinstance(value, type):
             inner = shrunk(value, sizes)
-            if "hidden_size" in vars(value):
-                inner["hidden_size"] = width
+            inner |= dict.fromkeys(_WIDTH & vars(value).keys(), width)  # parts have the width of the whole
             found[name] = {**{k: v for k, v in value.to_dict().items() if k in vars(value)}, **inner}
         elif isinstance(value, (list, tuple)):
             if layers and _is_per_layer(value, layers[0]):
