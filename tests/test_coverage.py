@@ -19,10 +19,9 @@ MECHANISMS = {
     "grouped heads, rope": ("llama", "9/3"),
     "sandwich norms, windows, two soft caps": ("gemma2", "8/4"),
     "norms of heads": ("qwen3", "9/3"),
-    "transposed fused weights, learned positions": ("gpt2", "9/3"),
-    "norms over a divided width": ("olmo2", "8/4"),
+    "transposed fused weights, learned positions": ("gpt2", "8/4"),
     "ALiBi": ("bloom", "8/4"),
-    "experts, sinks": ("gpt_oss", "8/4"),
+    "experts, gates": ("afmoe", "8/4"),
     "latent attention, groups of experts": ("deepseek_v3", "8/4"),
 }
 """Mechanism -> the architecture that stands for it, and its heads. All of them run at 1 and 4 ranks."""
