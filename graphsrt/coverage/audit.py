@@ -65,7 +65,7 @@ def _bytes(program: Program, ranks: int, result: Audit) -> None:
                 whole["routers"] += size
             elif all(_makes_latent(user) for user in users):
                 whole["latent projections"] += size
-            elif "rope" in target_name(users[0].target) or _is_computed(weight):
+            elif "rope" in target_name(users[0].target) or _is_computed(weight) or _is_indexed(users):
                 whole["tables"] += size
             elif all(_is_latent(program, user) for user in users):
                 whole["latents"] += size
@@ -92,6 +92,11 @@ def _readers(weight: fx.Node) -> list[fx.Node]:
 
 def _is_matrix(weight: Weight) -> bool:
     return sum(size > 1 for size in weight.shape) > 1 and weight.dtype.is_floating_point
+
+
+def _is_indexed(users: list[fx.Node]) -> bool:
+    """A buffer of sines and cosines whose rows are picked by position: every rank reads a few numbers of it."""
+    return all(user.target is aten.index.Tensor for user in users)
 
 
 def _is_computed(weight: Weight) -> bool:
