@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from graphsrt import ops
 from graphsrt.dump import weight_bytes
-from graphsrt.placement import Shard
+from graphsrt.placement import Partial, Shard
 from graphsrt.program import Program, Weight, aten, target_name
 
 _PRODUCTS = (aten.linear.default, aten.addmm.default, aten.matmul.default)
@@ -61,7 +61,9 @@ def _bytes(program: Program, ranks: int, result: Audit) -> None:
                 whole["padding and replicas"] += extra
         elif _is_matrix(weight):
             users = _readers(program.weight_node(name))
-            if any(_is_router(user) for user in users):
+            if isinstance(weight.placement, Partial):  # a bias of every expert, added on one rank
+                whole["norms and biases"] += size
+            elif any(_is_router(user) for user in users):
                 whole["routers"] += size
             elif all(_makes_latent(user) for user in users):
                 whole["latent projections"] += size
@@ -194,7 +196,7 @@ def _collectives(program: Program, budgets: dict[str, int], result: Audit) -> No
 
 
 def _budgets(captured: Program) -> dict[str, int]:
-    """The fewest large collectives of each layer: one for attention, one more where an MLP reads what it made.
+    """The fewest large collectives of each layer: one for each attention, one more where an MLP reads what it made.
 
     Seen in the captured graph: linears and experts of a layer that read attention's result through another linear are a
     second step; those that do not are completed together with attention's own. "ends": embedding and logits.
@@ -202,6 +204,7 @@ def _budgets(captured: Program) -> dict[str, int]:
     budgets = {"ends": 2}
     after: dict[fx.Node, int] = {}  # value -> attention and linears of its layer on the longest way to it
     layers: dict[fx.Node, str] = {}
+    attentions: dict[str, int] = defaultdict(int)  # a layer may have two, or run several times
     for node in captured.graph.nodes:
         if node.op != "call_function":
             continue
@@ -210,10 +213,11 @@ def _budgets(captured: Program) -> dict[str, int]:
         name = target_name(node.target)
         if "attention" in name:
             depth = 1
+            attentions[layer] += 1
         elif depth >= 1 and (node.target in _PRODUCTS or "moe" in name):
             depth += 1
         after[node] = depth
         if layer != "ends":
             # attention, its own linear (2), then the pair of an MLP (3, 4): one more collective
             budgets[layer] = max(budgets.get(layer, 1), 2 if depth >= 3 else 1)
-    return budgets
+    return {layer: budget * max(attentions[layer], 1) for layer, budget in budgets.items()}

@@ -71,10 +71,10 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(self, x: Tensor, slopes: Tensor) -> Tensor:
-        qkv = self.Wqkv(x)
-        if self.clip:
-            qkv = torch.clamp(qkv, -self.clip, self.clip)
-        q, k, v = (part.reshape(-1, self.heads, self.head_size) for part in qkv.chunk(3, -1))
+        parts = self.Wqkv(x).chunk(3, -1)
+        if self.clip:  # each by itself: the parts are then projections of their own
+            parts = tuple(torch.clamp(part, -self.clip, self.clip) for part in parts)
+        q, k, v = (part.reshape(-1, self.heads, self.head_size) for part in parts)
         out = ops.attention(q, k, v, layer_id=self.layer_id, scale=self.scale, alibi_slopes=slopes)
         return self.out_proj(out.view(x.shape))
 
