@@ -144,7 +144,7 @@ def test_models_with_state_are_refused_before_capture(model_type: str, told: str
 def test_the_graph_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without looking at modules, LFM2's convolution is found in its graph."""
     monkeypatch.setattr("graphsrt.capture.check_stateless", lambda model: None)
-    monkeypatch.setattr("graphsrt.capture._check_attention", lambda program, config: None)
+    monkeypatch.setattr("graphsrt.capture._number_attention", lambda program, config: None)
     net = meta_model(tiny_config("lfm2"), model_class("lfm2"), torch.float64)
     with pytest.raises(CompileError, match=r"aten\.(conv1d|pad|slice|cat|constant_pad_nd)"):
         capture(net, context_length=64)
