@@ -94,7 +94,7 @@ def test_a_captured_layer_costs_a_selection_of_rows_and_nothing_else() -> None:
     for operator in (ops.all_reduce, ops.all_gather, ops.add_rms_norm, ops.rms_norm, aten.linear.default):
         assert len(with_hidden.calls(operator)) == len(plain.calls(operator)), operator
     text = str(with_hidden)
-    assert "\n  return lm_head.vocabulary, hidden_2=layers.1.add_1.rows, hidden_3=norm\n" in text
+    assert "\n  return lm_head, hidden_2=layers.1.add_1.rows, hidden_3=norm\n" in text
     assert str(graphsrt.Program.from_text(text)) == text
     with pytest.raises(graphsrt.CompileError, match="two results are called hidden_2"):
         graphsrt.Program.from_text(text.replace("hidden_3=", "hidden_2="))
