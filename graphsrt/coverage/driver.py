@@ -120,7 +120,7 @@ def run_jobs(
             now = time.monotonic()
             for connection in [c for c, (_, _, deadline) in running.items() if c in ready or now >= deadline]:
                 job, child, _ = running.pop(connection)
-                row = _received(connection, child, job, timeout_s)
+                row = _received(connection, child, job, timeout_s, is_late=connection not in ready)
                 results.add(job, row)
                 if told is not None:
                     told(job, row)
@@ -130,8 +130,8 @@ def run_jobs(
             child.join()
 
 
-def _received(connection: Connection, child: Any, job: Job, timeout_s: float) -> Line:
-    """The row that a child sent, or one that says how it ended instead."""
+def _received(connection: Connection, child: Any, job: Job, timeout_s: float, *, is_late: bool) -> Line:
+    """The row that a child sent, or one that says how it ended instead; ``is_late``: by us, at its deadline."""
     row: Line | None = None
     with connection, contextlib.suppress(EOFError):
         if connection.poll():
@@ -139,8 +139,9 @@ def _received(connection: Connection, child: Any, job: Job, timeout_s: float) ->
     if row is not None:
         child.join()
         return row
-    child.join(0.2)  # a pipe that closed is a moment ahead of the process's end
-    if child.exitcode is None:
+    if not is_late:
+        child.join(0.2)  # a pipe that closed is a moment ahead of the process's end
+    if is_late or child.exitcode is None:  # a late one may find our end closed, and end of that
         child.kill()
         child.join()
         why = f"no result after {timeout_s:.0f} s"
