@@ -118,9 +118,13 @@ def _glu(ask: Ask) -> Demands:
     return [(ask.args["gate"], ask.shard), (ask.args["up"], ask.shard)]
 
 
-@rule(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+CREATORS = (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+"""Operators that read the dtype and the device of their argument, no value."""
+
+
+@rule(*CREATORS)
 def _creator(ask: Ask) -> Demands:
-    return []  # reads the dtype and the device of its argument, no value
+    return []
 
 
 # -- views and permutations -------------------------------------------------------------------------------------------

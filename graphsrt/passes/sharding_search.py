@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from graphsrt import ops
 from graphsrt.passes import demand_latent  # noqa: F401  (its rule registers itself)
-from graphsrt.passes.demand import Refusal, demand
+from graphsrt.passes.demand import CREATORS, Refusal, demand
 from graphsrt.placement import Layout, Shard
 from graphsrt.program import Program, arguments, aten
 
@@ -138,7 +138,7 @@ class Search:
             demands = demand(self.program, node, place, self.ranks)
             asked = {argument for argument, _ in demands}
             for argument in node.all_input_nodes:
-                if argument in self.choice.shards and argument not in asked and not _reads_no_value(node):
+                if argument in self.choice.shards and argument not in asked and node.target not in CREATORS:
                     raise Refusal(node, f"{argument.name} is divided already and is needed whole")
             for argument, requirement in demands:
                 if self.program.weight_of(argument) is not None:
@@ -167,10 +167,6 @@ class Search:
 def is_over_width(node: fx.Node, place: Shard) -> bool:
     """Whether ``place`` divides the width that a norm runs over."""
     return node.target in (ops.rms_norm, aten.layer_norm.default) and place.dim == node.meta["val"].dim() - 1
-
-
-def _reads_no_value(node: fx.Node) -> bool:
-    return node.target in (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 
 
 def left_whole(program: Program, choice: Choice, sums: set[fx.Node]) -> list[fx.Node]:
