@@ -13,8 +13,9 @@ _MAX_HELD = 64
 class Detokenizer:
     """The text of one request as its tokens arrive.
 
-    ``text`` is what is decoded so far, cut before the first stop string. ``take`` hands out each part of it once and
-    keeps back what may yet change: a trailing U+FFFD (half of a UTF-8 character) and a beginning of a stop string.
+    ``text`` is what is decoded so far, cut before the stop string that was complete first (of several that end
+    together, before the longest). ``take`` hands out each part of it once and keeps back what may yet change: a
+    trailing U+FFFD (half of a UTF-8 character) and a beginning of a stop string.
 
     New tokens are decoded together with the few before them, and what those give alone is taken off: a tokenizer may
     drop the space before the first word of what it is given.
@@ -87,9 +88,11 @@ class Detokenizer:
         if not may_stop:
             self._stop_from = len(self.text)
             return False
-        found = [at for at in (self.text.find(stop, self._stop_from) for stop in self._stop) if at >= 0]
+        starts = ((self.text.find(stop, self._stop_from), len(stop)) for stop in self._stop)
+        # What is complete first ends the text, whatever more came with it: the same in any portions.
+        found = [(start + length, start) for start, length in starts if start >= 0]
         if found:
-            self.text = self.text[: min(found)]
+            self.text = self.text[: min(found)[1]]
             self.stopped = True
         else:  # a later match can begin no earlier than this
             self._stop_from = max(self._stop_from, len(self.text) - self._max_stop + 1)

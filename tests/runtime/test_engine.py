@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from memory_executor import EOS, VOCAB, MemoryExecutor, reference
 
@@ -439,6 +439,9 @@ def test_stepping_by_hand_and_cancelling() -> None:
 
 
 @settings(max_examples=80, deadline=None)
+@example(" aa", [], [1], ["a", " aa"])  # the longer one begins first, the shorter one is complete first
+@example(" aa", [], [3], ["a", " aa"])
+@example(" aa", [], [2], ["aa", " aa"])  # complete together
 @given(
     st.text(alphabet="ab é日🙂\ufffd", max_size=25),
     st.lists(st.integers(0, 255), max_size=3),
@@ -451,7 +454,8 @@ def test_detokenizer_in_any_portions(text: str, tail: list[int], portions: list[
         ids += [byte, 256] if byte % 3 == 0 else [byte]
     ids += tail
     whole = ByteTokenizer().decode(ids, skip_special_tokens=True)
-    cut = min((at for at in (whole.find(s) for s in stop) if at >= 0), default=len(whole))
+    ends = ((whole.find(s) + len(s), whole.find(s)) for s in stop if s in whole)
+    _, cut = min(ends, default=(len(whole), len(whole)))  # the first to be complete
     detokenizer = Detokenizer(ByteTokenizer(), stop)
     shown, at = "", 0
     for size in itertools.cycle(portions):
