@@ -18,6 +18,7 @@ from graphsrt import (  # noqa: F401  (their rules register themselves)
     check_rules_attention,
     check_rules_collectives,
     check_rules_experts,
+    check_rules_fp8,
     check_rules_latent,
     check_rules_norms,
     check_rules_products,
@@ -29,19 +30,22 @@ from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Layout, Partial, Run, Shard
 from graphsrt.program import LOGITS, Program, Weight, target_name, where
 from graphsrt.recipes import (
+    BlockNumbers,
     Cat,
     Ckpt,
     Const,
+    DequantFp8,
     Fill,
     Mul,
     OnOwner,
     Recipe,
+    Repeat,
     RopeTable,
     ShardOf,
     ShardStart,
     Take,
     Transpose,
-)  # fmt: skip
+)
 
 
 def check_placements(program: Program, axis: str = "tp", *, record: bool = False) -> None:
@@ -125,6 +129,10 @@ def _differs(recipe: Recipe) -> bool:
             return _differs(x)
         case Mul(x, by):
             return _differs(x) or _differs(by)
+        case DequantFp8(x, scale):
+            return _differs(x) or _differs(scale)
+        case Repeat(x):
+            return _differs(x)
         case Cat(parts):
             return any(_differs(part) for part in parts)
     return False
@@ -281,6 +289,20 @@ def _read(recipe: Recipe, shape: tuple[int, ...], ranks: int) -> Read:
             return Read(((dim, tuple(_piece(rank, unowned) for rank in layout.runs), layout.size),))
         case Mul(x, by, dim):
             return _read_mul(_read(x, shape, ranks), _read(by, (shape[dim],) if shape else (), ranks), dim)
+        case DequantFp8(x, scale, whole):
+            if any(size not in (-1, own) for size, own in zip(shape, whole, strict=True)):
+                raise Refused(
+                    "a stored matrix is not as large as it is taken to be", str(list(whole)), str(list(shape))
+                )
+            return _read_whole([(x, whole), (scale, (-1, -1))], ranks)
+        case Repeat(x, dim, _, size):
+            if shape[dim] not in (-1, size):
+                raise Refused(f"dim {dim} is repeated to another length", str(shape[dim]), str(size))
+            return _read_whole([(x, tuple(-1 if d == dim else n for d, n in enumerate(shape)))], ranks)
+        case BlockNumbers(size):
+            if shape not in ((-1,), (size,)):
+                raise Refused("blocks are numbered for another length", str(list(shape)), str([size]))
+            return Read()
         case Take(x, dim, addresses):
             return _read_take(
                 _read(x, tuple(-1 if d == dim else n for d, n in enumerate(shape)), ranks), dim, addresses
@@ -288,6 +310,13 @@ def _read(recipe: Recipe, shape: tuple[int, ...], ranks: int) -> Read:
         case Cat(parts, dim):
             return _read_cat(parts, dim, shape, ranks)
     raise Refused(f"unknown recipe {type(recipe).__name__}")
+
+
+def _read_whole(parts: list[tuple[Recipe, tuple[int, ...]]], ranks: int) -> Read:
+    """Parts that belong together by address, and so are cut together, from outside."""
+    if any(_read(part, shape, ranks) != Read() for part, shape in parts):
+        raise Refused("a part of a stored matrix that differs from rank to rank", "shards around the whole")
+    return Read()
 
 
 def _read_take(x: Read, dim: int, addresses: tuple[str, ...]) -> Read:
@@ -370,6 +399,12 @@ def _leaf_shapes(recipe: Recipe, shape: list[int | None]) -> list[tuple[str, lis
             return _leaf_shapes(x, shape)
         case Mul(x, by, dim):
             return _leaf_shapes(x, shape) + _leaf_shapes(by, [shape[dim]])
+        case DequantFp8(x, scale, whole, block, input_scale=input_scale):
+            scales: list[int | None] = [-(-n // size) for n, size in zip(whole, block)]
+            inputs = [] if input_scale is None else _leaf_shapes(input_scale, [1, 1])
+            return _leaf_shapes(x, list(whole)) + _leaf_shapes(scale, scales) + inputs
+        case Repeat(x, dim, times, size):
+            return _leaf_shapes(x, [-(-size // times) if d == dim else n for d, n in enumerate(shape)])
         case ShardOf(x, dim, layout):
             return _leaf_shapes(x, [layout.size if d == dim else n for d, n in enumerate(shape)])
         case Take(x, dim):

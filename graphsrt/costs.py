@@ -306,6 +306,7 @@ FLOPS: dict[Any, tuple[Counter, tuple[str, str]]] = {
     aten.convolution.default: (_convolution, ("input", "weight")),
     aten.conv1d.default: (_convolution, ("input", "weight")),
     aten.conv2d.default: (_convolution, ("input", "weight")),
+    ops.fp8_linear: (_matmul, ("q", "w")),
     ops.attention: (_attention, ("q", "k")),
     ops.radix_attention: (_attention, ("q", "kv_pool")),
     ops.latent_attention: (_latent_attention, ("q_nope", "latent")),
@@ -316,6 +317,7 @@ FLOPS: dict[Any, tuple[Counter, tuple[str, str]]] = {
 
 MEMORY_ONLY: set[Any] = {
     ops.kv_write, ops.rms_norm, ops.add_rms_norm, ops.rope, ops.glu, ops.silu_mul, ops.vocab_embedding,
+    ops.fp8_scale, ops.quantize_fp8,
 }  # fmt: skip
 """Our operators that compute a few FLOPs for each number that they read: memory decides their time."""
 

@@ -28,18 +28,21 @@ from graphsrt.placement import Run, Shard
 from graphsrt.printer import call_text, recipe_text, returned_text, tensor_type_text, type_text
 from graphsrt.program import Program, Weight, walk
 from graphsrt.recipes import (
+    BlockNumbers,
     Cat,
     Ckpt,
+    DequantFp8,
     Mul,
     OnOwner,
     Recipe,
+    Repeat,
     ShardOf,
     ShardStart,
     Take,
     Transpose,
     span,
     within,
-)  # fmt: skip
+)
 
 MAX_COLUMN = {"name": 44, "type": 40, "expression": 100}
 """Widest that a column is padded to; a longer entry pushes its own line only."""
@@ -335,7 +338,9 @@ def _slices(recipe: Recipe, rank: int, ndim: int, window: dict[int, list[tuple[i
             return _taken(name, ndim, window)
         case ShardOf(x, dim, layout, unowned):
             mine = [(r.start, r.start + r.length, r.owned or unowned != "zero") for r in layout.runs[rank]]
-            if dim in window or not isinstance(x, (Ckpt, Transpose, Mul, ShardOf, Take)):
+            if dim in window or not isinstance(
+                x, (Ckpt, Transpose, Mul, DequantFp8, Repeat, BlockNumbers, ShardOf, Take)
+            ):
                 return _taken(f"({_slices(recipe.x, rank, ndim, {})})", ndim, {**window, dim: mine})
             return _slices(x, rank, ndim, {**window, dim: mine})
         case Take(x, dim, addresses):
@@ -350,6 +355,13 @@ def _slices(recipe: Recipe, rank: int, ndim: int, window: dict[int, list[tuple[i
         case Mul(x, by, dim):
             along = {0: window[dim]} if dim in window else {}
             return f"mul({_slices(x, rank, ndim, window)}, {_slices(by, rank, 1, along)}, dim={dim})"
+        case DequantFp8(x, scale):
+            return f"dequant_fp8({_slices(x, rank, ndim, window)}, {recipe_text(scale, short=True)})"
+        case Repeat(x, dim, times):
+            inner = f"repeat({_slices(x, rank, ndim, {})}, dim={dim}, times={times})"
+            return _taken(inner, ndim, window)
+        case BlockNumbers(size, block):
+            return _taken(f"block_numbers({size}, block={block})", ndim, window)
         case Cat(parts, dim):
             inner = ", ".join(_slices(part, rank, ndim, {}) for part in parts)
             return _taken(f"cat([{inner}], dim={dim})", ndim, window)

@@ -62,19 +62,25 @@ def _num_scales(x: torch.Tensor, block: int, columns: torch.Tensor | None, num_b
 
 
 @_define(
-    "(Tensor x, *, int block=0, Tensor? columns=None, int? num_blocks=None) -> Tensor",
-    lambda x, *, block=0, columns=None, num_blocks=None: x.new_empty(
+    "(Tensor x, *, int block=0, Tensor? columns=None, int? num_blocks=None, float? largest=None) -> Tensor",
+    lambda x, *, block=0, columns=None, num_blocks=None, largest=None: x.new_empty(
         (*x.shape[:-1], _num_scales(x, block, columns, num_blocks)), dtype=torch.float32
     ),
 )
 def fp8_scale(
-    x: torch.Tensor, *, block: int = 0, columns: torch.Tensor | None = None, num_blocks: int | None = None
+    x: torch.Tensor,
+    *,
+    block: int = 0,
+    columns: torch.Tensor | None = None,
+    num_blocks: int | None = None,
+    largest: float | None = None,
 ) -> torch.Tensor:
     """The scale that makes the largest number of each row the largest of FP8: ``max(amax |x|, 1e-10) / 448``.
 
     ``x [..., E]`` -> float32 ``[..., 1]``; with ``block``, one for each block of columns, ``[..., ceil(E / block)]``.
     With ``columns [E]`` (int64, the block of each column), one for each of ``num_blocks``; a block of which no column
-    is here gets the smallest scale, so that the maximum over ranks is the scale of all columns.
+    is here gets the smallest scale, so that the maximum over ranks is the scale of all columns. ``largest``: what is
+    larger counts as this, and saturates when it is quantised (FBGEMM's ``activation_scale_ub``).
     """
     size = x.abs().to(torch.float32)
     groups = _num_scales(x, block, columns, num_blocks)
@@ -85,7 +91,7 @@ def fp8_scale(
         amax = F.pad(size, (0, groups * block - x.shape[-1])).unflatten(-1, (groups, block)).amax(-1)
     else:
         amax = size.amax(-1, keepdim=True)
-    return amax.clamp(min=SMALLEST_AMAX) / FP8_MAX
+    return amax.clamp(min=SMALLEST_AMAX, max=largest) / FP8_MAX
 
 
 @_define(

@@ -34,16 +34,20 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from graphsrt import ops
 from graphsrt.placement import Layout, Partial, Placement, Replicate, Shard
 from graphsrt.program import Input, PassReport, Program, Shapes, Weight, aten, target_name
 from graphsrt.recipes import (
+    BlockNumbers,
     Cat,
     Ckpt,
     Const,
+    DequantFp8,
     Fill,
     Mul,
     OnOwner,
     Recipe,
+    Repeat,
     RopeTable,
     ShardOf,
     ShardStart,
@@ -193,6 +197,15 @@ def recipe_text(recipe: Recipe, *, short: bool = False) -> str:
                 return f"transpose({text(x)}, {dim0}, {dim1})"
             case Mul(x, by, dim):
                 return f"mul({text(x)}, {text(by)}, dim={dim})"
+            case DequantFp8(x, scale, shape, block, inputs, input_scale, largest):
+                static = "" if input_scale is None else f", input_scale={text(input_scale)}"
+                bound = "" if largest is None else f", largest={literal_text(float(largest))}"
+                sizes = "" if short else f", shape={list(shape)}, block={list(block)}"
+                return f"dequant_fp8({text(x)}, {text(scale)}{sizes}, inputs={json.dumps(inputs)}{static}{bound})"
+            case Repeat(x, dim, times, size):
+                return f"repeat({text(x)}, dim={dim}, times={times}, size={size})"
+            case BlockNumbers(size, block):
+                return f"block_numbers({size}, block={block})"
             case Fill(shape, number):
                 return f"fill({list(shape)}, {literal_text(float(number))})"
             case OnOwner(x):
@@ -221,7 +234,7 @@ def recipe_text(recipe: Recipe, *, short: bool = False) -> str:
 
 def derived_module(name: str, target: Any) -> str:
     """The module path that a value's name implies: a projection's name is its module, others add the operator."""
-    if target in (aten.linear.default, aten.embedding.default):
+    if target in (aten.linear.default, aten.embedding.default, ops.fp8_linear):
         return name
     return name.rpartition(".")[0]
 

@@ -8,12 +8,14 @@ innermost, ``cat([shard(a), shard(b)])``, so that a fused weight never needs the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from graphsrt.placement import Layout, Run
+
+FP8 = torch.float8_e4m3fn
 
 
 class TensorSource(Protocol):
@@ -88,6 +90,44 @@ class Mul(Recipe):
 
 
 @dataclass(frozen=True)
+class DequantFp8(Recipe):
+    """What a matrix stored as ``float8_e4m3fn`` means: each number of ``x [O, E]`` times its scale.
+
+    ``shape`` is that of ``x``, whole; ``scale`` holds one float32 number for each ``block`` of it, the last of a row or
+    column perhaps short: ``[O, E]`` for one scale in all, ``[1, E]`` for one of each row. Computed in float32 or wider
+    and rounded once. ``inputs`` says how a linear with this weight rounds what it multiplies: "plain" (not at all),
+    "token" or "block" (with scales of the values themselves, for each row or each block of columns, in which the
+    largest number counts for no more than ``largest``), or "static" (with ``input_scale``, of shape ``[1, 1]``).
+    """
+
+    x: Recipe
+    scale: Recipe
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    inputs: str = "plain"
+    input_scale: Recipe | None = None
+    largest: float | None = None
+
+
+@dataclass(frozen=True)
+class Repeat(Recipe):
+    """Every slice of ``x`` along ``dim`` ``times`` times over, cut to ``size``: scales of blocks, one for each row."""
+
+    x: Recipe
+    dim: int
+    times: int
+    size: int
+
+
+@dataclass(frozen=True)
+class BlockNumbers(Recipe):
+    """int64 ``[size]``: the number of the block of ``block`` addresses that each address is in."""
+
+    size: int
+    block: int
+
+
+@dataclass(frozen=True)
 class OnOwner(Recipe):
     """``x`` on rank 0, zeros elsewhere: a bias that is added before a sum over ranks."""
 
@@ -134,8 +174,11 @@ def leaves(recipe: Recipe) -> Iterator[str]:
     match recipe:
         case Ckpt(name):
             yield name
-        case ShardOf(x) | Take(x) | Transpose(x) | OnOwner(x):
+        case ShardOf(x) | Take(x) | Transpose(x) | OnOwner(x) | Repeat(x):
             yield from leaves(x)
+        case DequantFp8(x, scale, input_scale=input_scale):
+            for part in (x, scale, *([] if input_scale is None else [input_scale])):
+                yield from leaves(part)
         case Mul(x, by):
             yield from leaves(x)
             yield from leaves(by)
@@ -159,6 +202,11 @@ def rename(recipe: Recipe, names: Callable[[str], str]) -> Recipe:
             return OnOwner(rename(x, names))
         case Mul(x, by, dim):
             return Mul(rename(x, names), rename(by, names), dim)
+        case Repeat(x):
+            return replace(recipe, x=rename(x, names))
+        case DequantFp8(x, scale, input_scale=given):
+            inputs = None if given is None else rename(given, names)
+            return replace(recipe, x=rename(x, names), scale=rename(scale, names), input_scale=inputs)
         case Cat(parts, dim):
             return Cat(tuple(rename(p, names) for p in parts), dim)
     return recipe
@@ -176,6 +224,10 @@ def localize(recipe: Recipe, rank: int, size: int) -> Recipe:
             return Transpose(localize(x, rank, size), dim0, dim1)
         case Mul(x, by, dim):
             return Mul(localize(x, rank, size), localize(by, rank, size), dim)
+        case DequantFp8(x, scale):
+            return replace(recipe, x=localize(x, rank, size), scale=localize(scale, rank, size))
+        case Repeat(x):
+            return replace(recipe, x=localize(x, rank, size))
         case OnOwner(x):
             return x if rank == 0 else Take(x, 0, (f"~0:{size}",), "zero")
         case ShardStart(layout):
@@ -216,6 +268,12 @@ def _evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtyp
             return torch.full(shape, number, dtype=dtype)
         case Mul(x, by, dim):
             return _times(_evaluate(x, rank, source, dtype), _evaluate(by, rank, source, dtype), dim, dtype)
+        case DequantFp8(x):
+            return _dequantized(recipe, _evaluate(x, rank, source, FP8), {}, rank, source, dtype)
+        case Repeat(x, dim, times, length):
+            return _evaluate(x, rank, source, dtype).repeat_interleave(times, dim).narrow(dim, 0, length)
+        case BlockNumbers(length, block):
+            return torch.arange(length) // block
         case RopeTable():
             return rope_table(recipe)
     raise TypeError(f"unknown recipe {recipe!r}")
@@ -231,6 +289,20 @@ def rope_table(recipe: RopeTable) -> torch.Tensor:
 def _times(x: torch.Tensor, by: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     return x.to(wide) * by.to(wide).reshape([-1 if d == dim else 1 for d in range(x.dim())])
+
+
+def _dequantized(
+    recipe: DequantFp8, x: torch.Tensor, cut: dict[int, torch.Tensor], rank: int, source: TensorSource,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """``x``, all of the stored matrix or what is left of it, times its scales; ``cut``: dim -> the addresses kept."""
+    scale = _evaluate(recipe.scale, rank, source, torch.float32)
+    for dim, (size, block) in enumerate(zip(recipe.shape, recipe.block)):
+        if scale.shape[dim] > 1:
+            addresses = cut[dim] if dim in cut else torch.arange(size)
+            scale = scale.index_select(dim, addresses // block)
+    wide = torch.promote_types(dtype, torch.float32)
+    return x.to(FP8).to(wide) * scale.to(torch.float32).to(wide)
 
 
 def span(text: str) -> Run:
@@ -264,6 +336,9 @@ def _take(
         cut = dim == x.dim  # a vector along the dimension that is cut is cut as well
         scale = _take(x.by, 0, runs, unowned, rank, source, dtype) if cut else _evaluate(x.by, rank, source, dtype)
         return _times(_take(x.x, dim, runs, unowned, rank, source, dtype), scale, x.dim, dtype)
+    if isinstance(x, DequantFp8):
+        kept = torch.cat([torch.arange(run.start, run.start + run.length) for run in runs])
+        return _dequantized(x, _take(x.x, dim, runs, unowned, rank, source, FP8), {dim: kept}, rank, source, dtype)
     whole = None if isinstance(x, Ckpt) else _evaluate(x, rank, source, dtype)
     pieces = []
     for run in runs:

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from graphsrt.check_placements import _leaf_shapes as whole_shapes
 from graphsrt.errors import CompileError
 from graphsrt.passes.runner import Pass, pass_name, run
 from graphsrt.placement import Partial, Placement, Shard
 from graphsrt.printer import diff_text, print_program
 from graphsrt.program import Input, NearMiss, Program, Weight
-from graphsrt.recipes import Cat, Ckpt, Mul, OnOwner, Recipe, ShardOf, Take, TensorSource, Transpose
+from graphsrt.recipes import Cat, Ckpt, DequantFp8, Mul, OnOwner, Recipe, Repeat, ShardOf, Take, TensorSource, Transpose
 from graphsrt.simulate import Values, load, simulate
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.01}
@@ -287,6 +288,10 @@ def _leaf_shapes(
             _leaf_shapes(x, swapped, found, at_least=at_least)
         case OnOwner(x):
             _leaf_shapes(x, shape, found)
+        case DequantFp8() | Repeat():
+            for name, sizes in whole_shapes(recipe, list(shape)):
+                if None not in sizes:
+                    found[name] = tuple(size for size in sizes if size is not None)
         case Mul(x, by, dim):
             _leaf_shapes(x, shape, found)
             _leaf_shapes(by, [shape[dim]], found)
@@ -303,6 +308,10 @@ def _size_along(part: Recipe, dim: int, found: Mapping[str, tuple[int, ...]]) ->
         part = part.x
     if isinstance(part, ShardOf) and part.dim == dim:
         return part.layout.local_size
+    if isinstance(part, Repeat) and part.dim == dim:
+        return part.size
+    if isinstance(part, DequantFp8):
+        return part.shape[dim]
     while isinstance(part, (ShardOf, OnOwner)):
         part = part.x
     return found[part.name][dim] if isinstance(part, Ckpt) and part.name in found else None

@@ -22,13 +22,16 @@ from graphsrt.placement import Layout, Partial, Placement, R, Shard
 from graphsrt.printer import DTYPES, NAME, SEPARATOR, derived_module, type_text
 from graphsrt.program import LOGITS, Input, NearMiss, PassReport, Program, Weight, target_from_name
 from graphsrt.recipes import (
+    BlockNumbers,
     Cat,
     Ckpt,
     Const,
+    DequantFp8,
     Fill,
     Mul,
     OnOwner,
     Recipe,
+    Repeat,
     RopeTable,
     ShardOf,
     ShardStart,
@@ -45,6 +48,20 @@ _RECIPES: dict[str, tuple[type[Recipe], tuple[tuple[str, type, Any], ...]]] = {
     "cat": (Cat, (("parts", list, ...), ("dim", int, ...))),
     "transpose": (Transpose, (("x", Recipe, ...), ("dim0", int, ...), ("dim1", int, ...))),
     "mul": (Mul, (("x", Recipe, ...), ("by", Recipe, ...), ("dim", int, ...))),
+    "dequant_fp8": (
+        DequantFp8,
+        (
+            ("x", Recipe, ...),
+            ("scale", Recipe, ...),
+            ("shape", list, ...),
+            ("block", list, ...),
+            ("inputs", str, "plain"),
+            ("input_scale", Recipe, None),
+            ("largest", float, None),
+        ),
+    ),
+    "repeat": (Repeat, (("x", Recipe, ...), ("dim", int, ...), ("times", int, ...), ("size", int, ...))),
+    "block_numbers": (BlockNumbers, (("size", int, ...), ("block", int, ...))),
     "fill": (Fill, (("shape", list, ...), ("value", float, ...))),
     "on_owner": (OnOwner, (("x", Recipe, ...),)),
     "shard_start": (ShardStart, (("layout", Layout, ...),)),
@@ -222,7 +239,7 @@ class _Parser:
             for parameter, kind, default in parameters:
                 value: Any = found.get(parameter, default)
                 value = float(value) if kind is float and type(value) is int else value
-                if not isinstance(value, kind) or isinstance(value, bool):
+                if value is ... or (value is not default and (not isinstance(value, kind) or isinstance(value, bool))):
                     got = "nothing" if value is ... else repr(value)
                     line.error(f"{parameter} of {name} is not {kind.__name__.lower()}", expected=usage, got=got)
                 bound[parameter] = _tuple(line, name, value) if isinstance(value, list) else value

@@ -8,6 +8,7 @@ and not only the logits. NaN is never equal to anything.
 
 from __future__ import annotations
 
+import copy
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from graphsrt.errors import CompileError
 from graphsrt.miniature import CONTEXT_LENGTH, miniature
 from graphsrt.placement import Layout, Partial, Placement, Replicate, Shard
 from graphsrt.program import Input, Program, Weight, aten, where
-from graphsrt.recipes import Ckpt, Recipe, RopeTable, Transpose, evaluate
+from graphsrt.recipes import Ckpt, DequantFp8, Recipe, RopeTable, Transpose, evaluate, leaves
 from graphsrt.simulate import Values, simulate
 
 TOLERANCE = 1e-9
@@ -85,7 +86,7 @@ def verify(
 
     chosen: Any = PIPELINE if passes is None else passes
     stages = run(small_program(model, tp), chosen, strict=strict)
-    return verify_stages(stages.programs, seed=seed)
+    return verify_stages(stages.programs, seed=seed, passes=chosen)
 
 
 def small_program(model: Any, tp: int) -> Program:
@@ -111,11 +112,13 @@ def verify_stages(
     seed: int = 0,
     tokens: Iterable[int] | None = None,
     tolerance: float = TOLERANCE,
+    passes: Sequence[Any] = (),
 ) -> VerifyReport:
     """Execute and compare (name, program) stages; the first must be whole on every rank, as captured.
 
     Until the first sharded stage each stage is the reference of the next; from then on the last whole one is. Token
-    counts are 1, tp-1, tp, tp+1 and 37 unless given.
+    counts are 1, tp-1, tp, tp+1 and 37 unless given. ``passes``: those that made the stages; one that changes values on
+    purpose (its attribute ``changes_values``) is applied to the reference as well, which stays whole.
     """
     programs = [(name, promoted(program)) for name, program in stages]
     ranks = max(program.mesh.get(axis, 1) for _, program in programs)
@@ -126,7 +129,12 @@ def verify_stages(
     vocabulary = programs[0][1].constants.get("vocab_size", 2)
     report = VerifyReport()
     reference: Reference | None = None
+    from graphsrt.passes.runner import pass_name
+
+    changing = {pass_name(function): function for function in passes if getattr(function, "changes_values", False)}
     for name, program in programs:
+        if name in changing and reference is not None:
+            reference = reference.after(changing[name], source)
         sharded = is_sharded(program)
         if not sharded:
             program.mesh = {}  # the same on all ranks: once is enough
@@ -174,28 +182,30 @@ def promoted(program: Program) -> Program:
     float32 stays where it starts from integers or constants (rotary angles), since weights made from recipes, which
     the stages after recognition use in its place, are computed in float32 too.
     """
-    copy = program.copy()
-    model = copy.dtype
-    for name, weight in copy.weights.items():
-        if weight.dtype.is_floating_point and (
-            weight.dtype == model or isinstance(weight.recipe, (Ckpt, RopeTable)) or weight.dtype.itemsize < 4
+    wide = program.copy()
+    model = wide.dtype
+    for name, weight in wide.weights.items():
+        if (
+            weight.dtype.is_floating_point
+            and weight.dtype.itemsize > 1
+            and (weight.dtype == model or isinstance(weight.recipe, (Ckpt, RopeTable)) or weight.dtype.itemsize == 2)
         ):
-            copy.weights[name] = Weight(weight.shape, torch.float64, weight.recipe, weight.placement)
-    for name, item in copy.inputs.items():
+            wide.weights[name] = Weight(weight.shape, torch.float64, weight.recipe, weight.placement)
+    for name, item in wide.inputs.items():
         if item.dtype.is_floating_point:
-            copy.inputs[name] = Input(item.shape, torch.float64, item.role)
-    for node in list(copy.graph.nodes):
+            wide.inputs[name] = Input(item.shape, torch.float64, item.role)
+    for node in list(wide.graph.nodes):
         if node.op == "get_attr":
-            weight = copy.weights[str(node.target)]
-            node.meta["val"] = copy.shapes.tensor(weight.shape, weight.dtype)
+            weight = wide.weights[str(node.target)]
+            node.meta["val"] = wide.shapes.tensor(weight.shape, weight.dtype)
         elif node.op == "placeholder":
-            item = copy.inputs[node.name]
-            node.meta["val"] = copy.shapes.tensor(item.shape, item.dtype)
+            item = wide.inputs[node.name]
+            node.meta["val"] = wide.shapes.tensor(item.shape, item.dtype)
         elif node.op == "call_function":
             _promote(node, model)
             node.meta.pop("val", None)
-            copy.infer([node])
-    return copy
+            wide.infer([node])
+    return wide
 
 
 def _promote(node: fx.Node, model: torch.dtype) -> None:
@@ -217,6 +227,7 @@ class RandomSource:
         self.seed = seed
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._embeddings: set[str] = set()
+        self._scales: set[str] = set()
         self._tensors: dict[str, torch.Tensor] = {}
         for name, weight in program.weights.items():
             self._note(weight.recipe, weight.shape)
@@ -228,6 +239,13 @@ class RandomSource:
         match recipe:
             case Ckpt(name):
                 self._shapes[name] = shape
+            case DequantFp8(x, scale, whole, block, input_scale=input_scale):
+                self._note(x, whole)
+                self._note(scale, tuple(-(-n // size) for n, size in zip(whole, block)))
+                self._scales.update(leaves(scale))
+                if input_scale is not None:
+                    self._note(input_scale, (1, 1))
+                    self._scales.update(leaves(input_scale))
             case Transpose(x, a, b):
                 order = list(shape)
                 order[a], order[b] = order[b], order[a]
@@ -248,6 +266,8 @@ class RandomSource:
         shape = self._shapes[name]
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         value = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if name in self._scales:  # what is stored times it, or divided by it, keeps its size, and no number saturates
+            return ((0.5 + value.sigmoid()) * (0.05 if "input" in name else 1.0)).float().double()
         if len(shape) < 2:
             return 0.5 * value if name.endswith("bias") else 0.7 + 0.3 * value
         # a product with a matrix keeps the size of its input; an embedding has entries of about one
@@ -274,6 +294,19 @@ class Reference:
         generator = torch.Generator().manual_seed(seed + 1)
         self.tokens = {n: torch.randint(0, vocabulary, (n,), generator=generator) for n in counts}
         self._values: dict[int, dict[str, Any]] = {}
+
+    def after(self, function: Any, source: RandomSource) -> Reference:
+        """The same sequences in this program as a pass changes it, by itself."""
+        program = self.program.copy()
+        if function(program) == 0:
+            return self
+        made = copy.copy(self)
+        made.program, made._values = program, {}
+        made.targets = {node.name: node.target for node in program.nodes}
+        made.weights = {
+            name: [evaluate(weight.recipe, 0, source, weight.dtype)] for name, weight in program.weights.items()
+        }
+        return made
 
     def values(self, count: int) -> dict[str, Any]:
         """Node name -> value for the sequence of ``count`` tokens."""
@@ -402,6 +435,9 @@ class _Watch:
         if len(set(storages)) != len(storages):
             _bad(result, node, "two ranks share one tensor")
             return
+        if values[0].is_floating_point() and values[0].itemsize == 1:  # few operators know eight-bit floats
+            values = [value.float() for value in values]
+            wanted = None if wanted is None else wanted.float()
         if place is None or isinstance(place, Replicate):
             for rank, value in enumerate(values[1:], start=1):
                 if not torch.equal(torch.nan_to_num(value), torch.nan_to_num(values[0])):

@@ -8,6 +8,7 @@ from graphsrt.passes.merge_gate_up import merge_gate_up
 from graphsrt.passes.merge_qkv import merge_qkv
 from graphsrt.passes.normalize import normalize
 from graphsrt.passes.page_attention import page_attention
+from graphsrt.passes.quantize_linears import quantize_linears
 from graphsrt.passes.recognize_gated_mlp import recognize_gated_mlp
 from graphsrt.passes.recognize_latent_attention import recognize_latent_attention
 from graphsrt.passes.recognize_rms_norm import recognize_rms_norm
@@ -28,6 +29,7 @@ PIPELINE: list[Callable[..., int]] = [
     shard_tensor_parallel,
     merge_qkv,
     merge_gate_up,
+    quantize_linears,
     page_attention,
     select_logit_rows,
     scatter_logits,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from graphsrt.passes.fp8_weights import format_of
 from graphsrt.placement import Layout, Placement, Shard
 from graphsrt.program import Program, Weight, arguments, aten
 from graphsrt.recipes import Cat, Recipe, ShardOf
@@ -41,6 +42,8 @@ def why_not(program: Program, linears: list[fx.Node]) -> str | None:
             return f"{linear.name} and {linears[0].name} do not both have a bias"
         if weight.dtype != program.weights[str(first["weight"].target)].dtype:
             return f"{linear.name} has another dtype than {linears[0].name}"
+        if format_of(weight.recipe) != format_of(program.weights[str(first["weight"].target)].recipe):
+            return f"{linear.name} and {linears[0].name} are stored in two formats, or round their input differently"
         if isinstance(weight.placement, Shard) and weight.placement.dim != 0:
             return f"{linear.name} is divided along its input"
     return None
