@@ -8,10 +8,10 @@
       self_attn.q_proj: bf16[T, 4096/8] S(1)  = linear(input_layernorm, self_attn.q_proj.weight)
 
 Names inside a layer are written without the layer's path. Two layers are identical when their text is the same after
-the layer's number is taken out of it: names, weights with types and recipes, ``layer_id``. A value that comes from the
-layer before stands for itself; anything else from outside must be the very same value, so that two kinds of layers that
-differ only in a rope table are never folded. Layers may repeat in groups (sliding, full, sliding, full). The view does
-not parse back; ``str(program)`` does.
+the layer's number is taken out of it: names, weights with types and recipes, ``layer_id`` and ``kv_layer``. A value
+that comes from the layer before stands for itself; anything else from outside must be the very same value, so that two
+kinds of layers that differ only in a rope table are never folded. Layers may repeat in groups (sliding, full, sliding,
+full). The view does not parse back; ``str(program)`` does.
 """
 
 from __future__ import annotations
@@ -290,6 +290,7 @@ def _canonical(program: Program, segments: list[_Segment], index: int) -> Any:
     for node in segment.nodes:
         names = {used.name: named(used) for used in walk([list(node.args), list(node.kwargs.values())])}
         text = re.sub(rf"\blayer_id={segment.layer}\b", "layer_id=<n>", call_text(node, names=names))
+        text = re.sub(r"\bkv_layer=\d+\b", "kv_layer=<m>", text)  # counts the layers of one kind
         declared = type_text(program.shapes, node.meta.get("val"), node.meta.get("placement"))
         rows.append((relative(node.name), declared, text, node.meta.get("made_by", ())[-1:]))
     return tuple(rows)

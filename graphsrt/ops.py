@@ -171,8 +171,9 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention of one sequence, ``q [T, H, D]``, ``k``/``v [T, K, D]`` -> ``[T, H, D]``; softmax in float32+.
+    """Causal attention of one sequence, ``q [T, H, D]``, ``k [T, K, D]``, ``v [T, K, Dv]`` -> ``[T, H, Dv]``.
 
+    The softmax is in float32 or wider.
     ``sliding_window``: a token sees itself and the ``sliding_window - 1`` tokens before it. ``softcap``: scores become
     ``softcap·tanh(score / softcap)``. ``sinks [H]``: one more score per head that takes probability and has no value.
     ``alibi_slopes [H]``: ``slope · (key position - query position)`` joins a score after any cap (ALiBi, Press et al.
@@ -202,12 +203,17 @@ def attention(
     return out.to(q.dtype).contiguous()  # as the shape function promises
 
 
+def value_size(kv_pool: torch.Tensor, head_size: int) -> int:
+    """Head size of the values in a pool ``[L, 2, S, K, D]`` or ``[L, 1, S, K, D + Dv]``; ``head_size`` is D."""
+    return kv_pool.shape[4] if kv_pool.shape[1] == 2 else kv_pool.shape[4] - head_size
+
+
 @_define(
     "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pool, Tensor req_to_token, Tensor req_pool_indices, "
-    "Tensor seq_lens, Tensor query_start_loc, Tensor out_cache_loc, *, int layer_id, float scale, "
+    "Tensor seq_lens, Tensor query_start_loc, Tensor out_cache_loc, *, int layer_id, int? kv_layer=None, float scale, "
     "int? sliding_window=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, "
     "int? chunk_size=None) -> Tensor",
-    lambda q, k, v, kv_pool, *batch, **_: q.new_empty(q.shape),
+    lambda q, k, v, kv_pool, *batch, **_: q.new_empty((q.shape[0], q.shape[1], value_size(kv_pool, q.shape[2]))),
     traced=False,
 )
 def radix_attention(
@@ -222,6 +228,7 @@ def radix_attention(
     out_cache_loc: torch.Tensor,
     *,
     layer_id: int,
+    kv_layer: int | None = None,
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -231,29 +238,38 @@ def radix_attention(
 ) -> torch.Tensor:
     """Write ``k``, ``v`` into the paged pool, then attend every new token to its own sequence's cached keys.
 
+    ``kv_layer`` is the place in the pool of the keys that layer ``layer_id`` reads, where these numbers differ: layers
+    of another shape have a pool of their own, and a layer without ``k`` and ``v`` reads those of an earlier one.
     See :func:`graphsrt.lowering.kernels.radix_attention.radix_attention` for shapes; this is its operator form.
     """
     from graphsrt.lowering.kernels.radix_attention import radix_attention as kernel
 
     return kernel(
         q, k, v, kv_pool, req_to_token, req_pool_indices, seq_lens, query_start_loc, out_cache_loc,
-        layer_id=layer_id, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
-        alibi_slopes=alibi_slopes, chunk_size=chunk_size,
+        layer_id=layer_id, kv_layer=kv_layer, scale=scale, sliding_window=sliding_window, softcap=softcap,
+        sinks=sinks, alibi_slopes=alibi_slopes, chunk_size=chunk_size,
     )  # fmt: skip
 
 
 @_define(
-    "(Tensor k, Tensor v, Tensor(a!) kv_pool, Tensor out_cache_loc, *, int layer_id) -> ()",
-    lambda k, v, kv_pool, out_cache_loc, *, layer_id: None,
+    "(Tensor k, Tensor v, Tensor(a!) kv_pool, Tensor out_cache_loc, *, int layer_id, int? kv_layer=None) -> ()",
+    lambda k, v, kv_pool, out_cache_loc, *, layer_id, kv_layer=None: None,
     traced=False,
 )
 def kv_write(
-    k: torch.Tensor, v: torch.Tensor, kv_pool: torch.Tensor, out_cache_loc: torch.Tensor, *, layer_id: int
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_pool: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    *,
+    layer_id: int,
+    kv_layer: int | None = None,
 ) -> None:
-    """Write ``k``, ``v [T, K, D]`` to the slots ``out_cache_loc [T]`` of layer ``layer_id``; slot -1 is skipped."""
+    """Write ``k [T, K, D]``, ``v [T, K, Dv]`` to the slots ``out_cache_loc [T]`` of the pool's layer ``kv_layer``; None
+    is ``layer_id``. Slot -1 is skipped."""
     from graphsrt.lowering.kernels.radix_attention import kv_write as kernel
 
-    kernel(k, v, kv_pool, out_cache_loc, layer_id)
+    kernel(k, v, kv_pool, out_cache_loc, layer_id, kv_layer)
 
 
 ATTENTIONS: set[torch._ops.OpOverload] = {attention, radix_attention}

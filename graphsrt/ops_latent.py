@@ -61,7 +61,7 @@ def latent_attention(
 @_define(
     "(Tensor q_latent, Tensor q_rope, Tensor? latent, Tensor? k_rope, Tensor(a!) kv_pool, Tensor req_to_token, "
     "Tensor req_pool_indices, Tensor seq_lens, Tensor query_start_loc, Tensor out_cache_loc, *, int layer_id, "
-    "float scale, int? sliding_window=None, float? softcap=None, Tensor? sinks=None) -> Tensor",
+    "int? kv_layer=None, float scale, int? sliding_window=None, float? softcap=None, Tensor? sinks=None) -> Tensor",
     lambda q_latent, q_rope, latent, k_rope, kv_pool, *batch, **_: q_latent.new_empty(q_latent.shape),
     traced=False,
 )
@@ -78,6 +78,7 @@ def radix_latent_attention(
     out_cache_loc: torch.Tensor,
     *,
     layer_id: int,
+    kv_layer: int | None = None,
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -92,5 +93,6 @@ def radix_latent_attention(
 
     return kernel(
         q_latent, q_rope, latent, k_rope, kv_pool, req_to_token, req_pool_indices, seq_lens, query_start_loc,
-        out_cache_loc, layer_id=layer_id, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+        out_cache_loc, layer_id=layer_id, kv_layer=kv_layer, scale=scale, sliding_window=sliding_window,
+        softcap=softcap, sinks=sinks,
     )  # fmt: skip

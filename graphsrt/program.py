@@ -49,7 +49,7 @@ class Input:
     shape: tuple[int | str, ...]
     dtype: torch.dtype
     role: str
-    """``tokens``, ``positions``, ``forward_batch.<field>`` or ``kv_pool``."""
+    """``tokens``, ``positions``, ``forward_batch.<field>`` or ``kv_pool``, of which a program may have several."""
 
 
 @dataclass
@@ -258,6 +258,11 @@ class Program:
             last.args = (value,)
         else:
             self.graph.output(value)
+
+    @property
+    def kv_pools(self) -> dict[str, Input]:
+        """The memory of cached keys and values by name: none before attention is paged, one for each KV shape after."""
+        return {name: item for name, item in self.inputs.items() if item.role == "kv_pool"}
 
     def add_input(self, name: str, item: Input) -> fx.Node:
         """Declare an input; its placeholder goes with the others before the first operator."""

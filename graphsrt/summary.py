@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+from graphsrt.costs import slot_bytes
 from graphsrt.dump import pass_table, weight_bytes
 from graphsrt.lowering.region_cache import CompileStats
 from graphsrt.passes.runner import Stages
@@ -57,9 +56,8 @@ def replicated(program: Program) -> list[tuple[str, int]]:
 
 
 def kv_bytes(program: Program) -> int:
-    """KV bytes of one token on one rank: 2 (keys, values) × layers × local KV heads × head size × element size."""
-    pool = program.inputs["kv_pool"]
-    return math.prod(int(size) for size in pool.shape if size != "slots") * pool.dtype.itemsize
+    """KV bytes of one token on one rank: layers × local KV heads × numbers of a key and a value × bytes, by pools."""
+    return sum(slot_bytes(program, name) for name in program.kv_pools)
 
 
 def _bytes(count: float) -> str:

@@ -527,7 +527,7 @@ def _positions(layout: Layout, *, owned: bool) -> list[tuple[torch.Tensor, torch
 
 
 class _Memory:
-    """A pool of NaN and the table of two sequences whose slots lie in random order."""
+    """Pools of NaN and the table of two sequences whose slots lie in random order."""
 
     def __init__(self, stage: _Stage, lengths: Sequence[int], seed: int):
         generator = torch.Generator().manual_seed(seed + 2)
@@ -539,9 +539,10 @@ class _Memory:
         for row, length in zip(self.rows.tolist(), lengths):
             self.table[row, :length] = order[start : start + length].to(torch.int32)
             start += length
-        item = stage.program.inputs["kv_pool"]
-        shape = [slots if isinstance(size, str) else size for size in item.shape]
-        self.pool = [torch.full(shape, math.nan, dtype=item.dtype) for _ in range(stage.ranks)]
+        self.pools: dict[str, Values] = {}
+        for name, item in stage.program.kv_pools.items():
+            shape = [slots if isinstance(size, str) else size for size in item.shape]
+            self.pools[name] = [torch.full(shape, math.nan, dtype=item.dtype) for _ in range(stage.ranks)]
 
     def step(
         self,
@@ -562,7 +563,7 @@ class _Memory:
             "seq_lens": torch.tensor([s + n for s, n in zip(start, lengths)]),
             "query_start_loc": torch.tensor([0, *lengths]).cumsum(0),
             "out_cache_loc": torch.cat(places).to(torch.int64),
-            "kv_pool": self.pool,
+            **self.pools,
             "logit_rows": torch.arange(sum(lengths)),
         }
         if pad_token is not None:

@@ -55,7 +55,7 @@ def test_pieces_through_the_pool(heads: int, tp: int) -> None:
     sizes = EngineSizes(max_running=4, context_length=tiny.CONTEXT, page_size=PAGE, num_pages=24)
     with shared(), graphsrt.compile(net, tp=tp, ranks="simulated", dtype=torch.float64) as compiled:
         runner = simulated_runner(compiled.program(), compiled.source.require_checkpoint(), sizes)
-        for pool in runner._kv_pool:
+        for pool in runner._kv_pools["kv_pool"]:
             pool.fill_(float("nan"))
         for ids, got in zip(sequences, run_pieces(runner, sizes, sequences)):
             assert tiny.worst(got, compiled.logits(ids)) <= 1e-10
@@ -67,8 +67,9 @@ def test_expanded_form(tp: int = 4) -> None:
     done = traced("deepseek_v3", 6, tp, **left_out)
     before, after = done.stages.around("shard_tensor_parallel")
     check_ranks(before, after, tolerance=1e-10, tokens=(1, 7))
-    with pytest.raises(CompileError, match="one pool cannot hold them"):
-        traced("deepseek_v3", 6, tp, without=["recognize_latent_attention"])
+    paged = traced("deepseek_v3", 6, tp, without=["recognize_latent_attention"]).program()
+    width = latent.OWN + latent.ROPE + latent.VALUE  # a key beside its value
+    assert {name: item.shape for name, item in paged.kv_pools.items()} == {"kv_pool": (1, 1, "slots", 2, width)}
 
 
 def test_real_sizes() -> None:

@@ -71,7 +71,8 @@ def test_kv_bytes_are_those_of_the_pool(case: tuple[str, int, int, int]) -> None
     sizes = EngineSizes(max_running=2, context_length=32, page_size=4, num_pages=5)
     runner = ModelRunner(program(*case), lambda inputs: torch.empty(0), sizes)
     made = planned(*case)
-    assert made.kv_token_bytes * sizes.num_slots == runner._kv_pool.nbytes
+    (pools,) = runner._kv_pools.values()
+    assert made.kv_token_bytes * sizes.num_slots == sum(pool.nbytes for pool in pools)
     assert made.kv_token.divided == planned(*case[:3], 1).kv_token_bytes
     assert made.kv_token.total == case[3] * made.kv_token_bytes
 

@@ -225,6 +225,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": lambda s: s.kv_heads},
     "gemma4_text": {"global_head_dim": 20},
     "gemma4_unified_text": {"global_head_dim": 20},
+    "mimo_v2_flash": {  # layers with a window have twice as many KV heads
+        "num_attention_heads": lambda s: s.heads if s.heads % (2 * s.kv_heads) == 0 else 12,
+    },
     "gpt_neo": {
         "attention_types": [[["global", "local"], 1]], "num_layers": 2, "attention_layers": ["global", "local"],
     },

@@ -200,9 +200,9 @@ def _rounds(node: fx.Node, dtype: torch.dtype) -> bool:
 
 
 def _check_layers(program: Program, before: Program) -> None:
-    """An attention keeps its layer number, and no two write keys of the same layer."""
+    """An attention keeps its layer number, and no two write keys of the same layer of a pool."""
     old = {n.name: arguments(n)["layer_id"] for n in before.calls(*_ATTENTION)}
-    writers: dict[int, str] = {}
+    writers: dict[tuple[fx.Node, int], str] = {}
     for node in program.calls(*_ATTENTION):
         args = arguments(node)
         layer, wanted = args["layer_id"], old.get(node.name)
@@ -212,10 +212,12 @@ def _check_layers(program: Program, before: Program) -> None:
             raise CompileError(explain(what, where=place, expected=f"layer_id={wanted}", got=f"layer_id={layer}"))
         if node.target not in _WRITES or args[_WRITES[node.target]] is None:
             continue
-        if layer in writers:
-            what = f"keys of layer {layer} are written twice"
-            raise CompileError(explain(what, where=place, expected="a layer_id of its own", got=writers[layer]))
-        writers[layer] = node.name
+        pool, at = args["kv_pool"], layer if args["kv_layer"] is None else args["kv_layer"]
+        if (pool, at) in writers:
+            what = f"keys of layer {at} are written twice"
+            wanted = "a layer_id of its own" if args["kv_layer"] is None else f"a kv_layer of {pool.name} of its own"
+            raise CompileError(explain(what, where=place, expected=wanted, got=writers[pool, at]))
+        writers[pool, at] = node.name
 
 
 def _check_sizes(program: Program, before: Program) -> None:

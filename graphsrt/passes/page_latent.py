@@ -18,34 +18,17 @@ import torch
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Shard
 from graphsrt.program import Program, arguments, aten
 
 
-def pool_size(program: Program, nodes: list[fx.Node]) -> int:
-    """Numbers that the pool keeps of a token and layer; CompileError where layers differ."""
-    sizes = {_width(program, n, "latent") + _width(program, n, "k_rope") for n in nodes}
-    if len(sizes) != 1:
-        raise CompileError(
-            explain(
-                "layers differ in the size of their latents; one pool cannot hold them",
-                where=program.name,
-                expected="one size for all layers",
-                got=", ".join(map(str, sorted(sizes))),
-            )
-        )
-    return sizes.pop()
-
-
-def _width(program: Program, node: fx.Node, name: str) -> int:
-    return int(program.shape(arguments(node)[name])[1])
-
-
-def page_latent(program: Program, node: fx.Node, pool: fx.Node, batch: list[fx.Node]) -> None:
-    """Replace one latent attention by its absorbed and paged form."""
+def page_latent(
+    program: Program, node: fx.Node, pool: fx.Node, batch: list[fx.Node], *, writes: bool, **place: int
+) -> None:
+    """Replace one latent attention by its absorbed and paged form; one that ``writes`` nothing reads what is there.
+    ``place``: ``kv_layer``, where it is not the layer's number."""
     args = arguments(node)
-    place = node.meta.get("placement")
+    sharding = node.meta.get("placement")
     module = node.meta.get("module", "")
 
     def call(target: Any, *given: Any, role: str, dim: int, **keywords: Any) -> fx.Node:
@@ -54,8 +37,8 @@ def page_latent(program: Program, node: fx.Node, pool: fx.Node, batch: list[fx.N
             target, *given, name=f"{module}.{role}" if module else role, before=node, like=node, **keywords
         )
         made.meta["made_by"] = (*made.meta["made_by"], "page_attention")
-        if place is not None:
-            made.meta["placement"] = Shard(dim, place.layout) if isinstance(place, Shard) else place
+        if sharding is not None:
+            made.meta["placement"] = Shard(dim, sharding.layout) if isinstance(sharding, Shard) else sharding
         program.infer([made])
         return made
 
@@ -69,10 +52,11 @@ def page_latent(program: Program, node: fx.Node, pool: fx.Node, batch: list[fx.N
     q = call(aten.transpose.int, args["q_nope"], 0, 1, role="q_heads", dim=0)
     q = call(aten.bmm.default, q, w_uk, role="q_absorbed", dim=0)
     q = call(aten.transpose.int, q, 0, 1, role="q_latent", dim=1)
-    keywords = {k: args[k] for k in ("layer_id", "scale", "sliding_window", "softcap", "sinks") if args[k] is not None}
+    keywords = {k: args[k] for k in ("scale", "sliding_window", "softcap", "sinks") if args[k] is not None}
+    written = (args["latent"], args["k_rope"]) if writes else (None, None)
     out = call(
-        ops.radix_latent_attention, q, args["q_rope"], args["latent"], args["k_rope"], pool, *batch,
-        role="attended", dim=1, **keywords,
+        ops.radix_latent_attention, q, args["q_rope"], *written, pool, *batch,
+        role="attended", dim=1, layer_id=args["layer_id"], **place, **keywords,
     )  # fmt: skip
     out = call(aten.transpose.int, out, 0, 1, role="attended_heads", dim=0)
     w_uv = call(aten.transpose.int, w_uv, 1, 2, role="w_uv_transposed", dim=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from graphsrt.costs import is_pool, slot_bytes
 from graphsrt.dump import weight_bytes
 from graphsrt.folding import _LAYER
 from graphsrt.placement import Shard
@@ -86,19 +87,25 @@ def _weights(traced: Traced) -> Figure:
 
 
 def _kv(program: Program) -> Figure:
-    node = next(n for n in program.graph.nodes if n.op == "placeholder" and n.name == "kv_pool")
-    placement, mine, ranks = node.meta.get("placement"), kv_bytes(program), program.mesh.get("tp", 1)
-    if not isinstance(placement, Shard):
+    pools = [node for node in program.graph.nodes if is_pool(program, node)]
+    sizes = {node: slot_bytes(program, node.name) for node in pools}
+    layouts = {n: n.meta["placement"].layout for n in pools if isinstance(n.meta.get("placement"), Shard)}
+    mine, ranks = kv_bytes(program), program.mesh.get("tp", 1)
+    if not layouts:
         bars = [Bar("each rank" if ranks > 1 else "the rank", [("R", "whole", mine)], size_text(mine))]
         return Figure("KV of a token", "bytes", bars)
-    layout = placement.layout
-    whole = mine * layout.size / layout.local_size
+    kept = sum(size for node, size in sizes.items() if node not in layouts)
+    whole = kept + sum(sizes[node] * layout.size / layout.local_size for node, layout in layouts.items())
     bars = [Bar("all heads", [("whole", "all heads", whole)], size_text(whole))]
     for rank in range(ranks) if ranks <= MOST_RANKS else (0, ranks - 1):
-        unowned = sum(r.length for r in layout.runs[rank] if not r.owned) / layout.local_size
-        parts = [("S", "divided", mine * (1 - unowned)), ("P", "copied or padding", mine * unowned)]
+        copied = 0.0
+        for node, layout in layouts.items():
+            copied += sizes[node] * sum(r.length for r in layout.runs[rank] if not r.owned) / layout.local_size
+        divided = mine - kept - copied
+        parts = [("S", "divided", divided), ("P", "copied or padding", copied), ("R", "whole on each rank", kept)]
         bars.append(Bar(f"rank {rank}", parts, size_text(mine)))
-    return Figure("KV of a token", "bytes", bars, [("S", "divided"), ("P", "also on another rank, or padding")])
+    legend = [("S", "divided"), ("P", "also on another rank, or padding"), ("R", "whole on each rank")]
+    return Figure("KV of a token", "bytes", bars, legend)
 
 
 def _kinds(program: Program) -> Figure:

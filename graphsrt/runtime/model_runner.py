@@ -64,7 +64,7 @@ def text_hash(program: Program) -> str:
 
 
 class ModelRunner:
-    """Owns one rank's KV pool and ``req_to_token`` table.
+    """Owns one rank's KV pools and ``req_to_token`` table.
 
     execute: a step's inputs → what the program returns by name, each on this rank or, with ``pools`` of them, on all
     ranks: ``logits`` [R, V], or each rank's columns of them, which ``gather`` puts together where that is asked for;
@@ -96,11 +96,12 @@ class ModelRunner:
         self._logits_dtype = torch.float64 if program.dtype == torch.float64 else torch.float32
         self._req_to_token = torch.zeros(sizes.max_running, sizes.context_length, dtype=torch.int32, device=device)
         self._embeds = program.inputs.get("input_embeds")
-        declared = program.inputs["kv_pool"]
-        shape = [sizes.num_slots if size == "slots" else int(size) for size in declared.shape]
-        pool = [torch.empty(shape, dtype=declared.dtype, device=device) for _ in range(pools or 1)]
-        self._kv_pool: Any = pool if pools else pool[0]  # unwritten slots are never read
-        self._slots_dim = declared.shape.index("slots")
+        self._kv_pools: dict[str, list[torch.Tensor]] = {}  # on each rank; unwritten slots are never read
+        for name, declared in program.kv_pools.items():
+            shape = [sizes.num_slots if size == "slots" else int(size) for size in declared.shape]
+            self._kv_pools[name] = [torch.empty(shape, dtype=declared.dtype, device=device) for _ in range(pools or 1)]
+        self._pool_inputs: dict[str, Any] = {n: pool if pools else pool[0] for n, pool in self._kv_pools.items()}
+        self._slots_dims = {name: declared.shape.index("slots") for name, declared in program.kv_pools.items()}
 
     def step(self, buffer: np.ndarray) -> StepReply | None:
         """Run one encoded :class:`ForwardBatch`. Rank 0 replies with a token for each logit row."""
@@ -120,18 +121,18 @@ class ModelRunner:
 
     @contextmanager
     def _put_back(self, batch: ForwardBatch) -> Iterator[None]:
-        """Leave the pool and the table as they are. A step attends to its own keys in the slots that it writes, so
+        """Leave the pools and the table as they are. A step attends to its own keys in the slots that it writes, so
         these are lent to it and get back what was in them; no operator needs to know."""
-        pools = self._kv_pool if isinstance(self._kv_pool, list) else [self._kv_pool]
+        pools = [(pool, self._slots_dims[name]) for name, ranks in self._kv_pools.items() for pool in ranks]
         slots = self._tensor(batch.out_cache_loc[batch.out_cache_loc >= 0])
         rows, columns, _ = (self._tensor(part) for part in batch.req_to_token_updates())
-        kept = [pool.index_select(self._slots_dim, slots) for pool in pools]
+        kept = [pool.index_select(dim, slots) for pool, dim in pools]
         table = self._req_to_token[rows, columns]
         try:
             yield
         finally:
-            for pool, values in zip(pools, kept):
-                pool.index_copy_(self._slots_dim, slots, values)
+            for (pool, dim), values in zip(pools, kept):
+                pool.index_copy_(dim, slots, values)
             self._req_to_token[rows, columns] = table
 
     def _step(self, batch: ForwardBatch) -> StepReply | None:
@@ -149,7 +150,7 @@ class ModelRunner:
             "out_cache_loc": self._tensor(batch.out_cache_loc),
             "logit_rows": self._tensor(logit_rows),
             "req_to_token": self._req_to_token,
-            "kv_pool": self._kv_pool,
+            **self._pool_inputs,
         }
         if self._embeds is not None:
             inputs.update(self._embeddings(batch))
@@ -186,8 +187,9 @@ class ModelRunner:
         return reply
 
     def close(self) -> None:
-        """Drop the pool and the program."""
-        self._kv_pool = self._req_to_token = None  # type: ignore[assignment]
+        """Drop the pools and the program."""
+        self._kv_pools, self._pool_inputs = {}, {}
+        self._req_to_token = None  # type: ignore[assignment]
         self._execute = _closed
 
     def _embeddings(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:

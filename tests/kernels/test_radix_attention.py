@@ -43,7 +43,7 @@ class Case:
 
 def make_case(
     seqs: list[tuple[int, int]],
-    heads: tuple[int, int, int] = (6, 3, 16),
+    heads: tuple[int, ...] = (6, 3, 16),
     *,
     dtype: torch.dtype = torch.float64,
     pool_dtype: torch.dtype | None = None,
@@ -53,9 +53,11 @@ def make_case(
     seed: int = 0,
 ) -> Case:
     """``seqs``: (length with the new tokens, new tokens) of each. Slots are a random permutation; q, k, v are slices of
-    one fused tensor. With a window or chunks, slots that no new token can see hold NaN too."""
+    one fused tensor. With a window or chunks, slots that no new token can see hold NaN too. ``heads``: H, K, D, and Dv
+    where values have a head size of their own."""
     g = torch.Generator().manual_seed(seed)
-    num_heads, num_kv_heads, head_size = heads
+    num_heads, num_kv_heads, head_size = heads[:3]
+    value_size = heads[3] if len(heads) == 4 else head_size
     pool_dtype = pool_dtype or dtype
     total, rows = sum(n for n, _ in seqs), sum(e for _, e in seqs)
     num_slots = total + 29
@@ -63,7 +65,11 @@ def make_case(
     fused = torch.full((rows + padding, num_heads + 2 * num_kv_heads, head_size), torch.nan, dtype=torch.float64)
     fused[:rows] = torch.randn((rows, *fused.shape[1:]), generator=g, dtype=torch.float64)
     q, k, v = fused.to(dtype).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    pool = torch.full((NUM_LAYERS, 2, num_slots, num_kv_heads, head_size), torch.nan, dtype=pool_dtype)
+    v = torch.cat([v, v.flip(-1)], -1)[..., :value_size] if len(heads) == 4 else v
+    row = [2, num_slots, num_kv_heads, head_size]
+    if len(heads) == 4:
+        row = [1, num_slots, num_kv_heads, head_size + value_size]
+    pool = torch.full((NUM_LAYERS, *row), torch.nan, dtype=pool_dtype)
     req_to_token = torch.full((len(seqs) + 3, max(n for n, _ in seqs) + 5), -7, dtype=torch.int32)
     requests = torch.randperm(len(seqs) + 3, generator=g)[: len(seqs)]
     locations, used = [], 0
@@ -76,7 +82,7 @@ def make_case(
             seen = seen[max(0, length - extend - window + 1) :]
         if chunk is not None:
             seen = seen[(length - extend) // chunk * chunk :]
-        cached = torch.randn((2, len(seen), num_kv_heads, head_size), generator=g, dtype=torch.float64)
+        cached = torch.randn((row[0], len(seen), *row[2:]), generator=g, dtype=torch.float64)
         pool[LAYER][:, seen] = cached.to(pool_dtype)
         locations.append(mine[length - extend :])
     locations.append(torch.full((padding,), -1))
@@ -103,7 +109,7 @@ def check(case: Case, **options: Any) -> Tensor:
     out = run(radix_attention, mine, **options)
     run(reference.radix_attention, theirs, **options)
     rows = int(case.query_start_loc[-1])
-    assert out.dtype == case.q.dtype and out.shape == case.q.shape and out.is_contiguous()
+    assert out.dtype == case.q.dtype and out.shape == (*case.q.shape[:2], case.v.shape[2]) and out.is_contiguous()
     # Not assert_close: a NaN must fail whatever the expected value is.
     assert torch.isfinite(out).all()
     assert not out[rows:].any()
@@ -122,6 +128,40 @@ MIXED = [(70, 1), (9, 9), (133, 61), (1, 1), (300, 3)]
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_mixed_steps(heads, dtype):
     check(make_case(MIXED, heads, dtype=dtype, padding=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [(8, 2, 24, 16), (6, 3, 16, 20), (4, 4, 20, 36), (28, 4, 192, 128)], ids=str)
+def test_values_of_another_head_size(heads, dtype):
+    """Keys beside values in one row of the pool: chunks, single tokens, a context that is split, a window, sinks."""
+    check(make_case([*MIXED, (600, 1)], heads, dtype=dtype, padding=2))
+    sinks = torch.linspace(-2, 3, heads[0], dtype=dtype)
+    check(make_case(MIXED, heads, dtype=dtype, window=7), sliding_window=7, sinks=sinks)
+
+
+def test_values_of_another_head_size_are_what_attention_means():
+    """Beside PyTorch's own attention, which shares nothing with the reference."""
+    case = make_case([(41, 41)], (6, 3, 20, 12))
+    out = run(radix_attention, case)
+    q, k, v = (x.transpose(0, 1) for x in (case.q, case.k, case.v))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert (out - want.transpose(0, 1)).abs().max() <= TOLERANCE[torch.float64]
+
+
+def test_a_layer_that_reads_the_keys_of_another():
+    """kv_layer is where keys lie in the pool; without k and v nothing is written, and they are read from there."""
+    case = make_case(MIXED)
+    wanted = run(radix_attention, case)  # writes layer LAYER
+    before = case.kv_pool.clone()
+    again = run(radix_attention, case, k=None, v=None, layer_id=17, kv_layer=LAYER)
+    assert torch.equal(again, wanted)
+    assert torch.equal(case.kv_pool.nan_to_num(9.0), before.nan_to_num(9.0))
+    moved = make_case(MIXED)
+    moved.kv_pool = moved.kv_pool.roll(1, 0)
+    assert torch.equal(run(radix_attention, moved, layer_id=17, kv_layer=LAYER + 1), wanted)
+    kv_write(case.k, case.v, case.kv_pool, case.out_cache_loc, 17, kv_layer=0)
+    places = case.out_cache_loc
+    assert torch.equal(case.kv_pool[0][:, places], case.kv_pool[LAYER][:, places])
 
 
 @pytest.mark.parametrize("window", [1, 5, 64, 100, 1000])
@@ -339,7 +379,7 @@ def replace_at(x: Tensor, index: int, value: int) -> Tensor:
 
 WRONG = {
     "q heads": (lambda c: {"q": c.q[:, :5]}, "a multiple of 3 heads"),
-    "q size": (lambda c: {"q": c.q[:, :, :8]}, "cannot use q"),
+    "q size": (lambda c: {"q": c.q[:, :, :8]}, "with keys of D = 8"),
     "q dims": (lambda c: {"q": c.q.flatten(1)}, r"\[T, H, D\]"),
     "q stride": (lambda c: {"q": c.q.repeat_interleave(2, 2)[:, :, ::2]}, "stride 1"),
     "q dtype": (lambda c: {"q": c.q.long()}, "float32, float64, bfloat16, float16"),

@@ -143,7 +143,7 @@ def test_a_step_that_saves_no_kv_attends_to_its_own_and_leaves_no_trace(compiled
     net = compiled.source.module
     assert net is not None
     whole = tiny.eager_logits(net, ids)
-    pools = runner._kv_pool if isinstance(runner._kv_pool, list) else [runner._kv_pool]
+    pools = runner._kv_pools["kv_pool"]
     for pool in pools:
         pool.fill_(float("nan"))
     step(runner, batch_of(ForwardMode.EXTEND, ids[:6], 0))
@@ -165,7 +165,7 @@ def test_a_step_that_saves_no_kv_attends_to_its_own_and_leaves_no_trace(compiled
 def test_an_unsaved_step_that_fails_leaves_no_trace_either(compiled: graphsrt.CompiledModel) -> None:
     assert compiled.engine is not None
     runner = compiled.engine.executor._runner
-    pools = runner._kv_pool if isinstance(runner._kv_pool, list) else [runner._kv_pool]
+    pools = runner._kv_pools["kv_pool"]
     before, table, execute = [pool.clone() for pool in pools], runner._req_to_token.clone(), runner._execute
 
     def fail(inputs: dict[str, object]) -> torch.Tensor:

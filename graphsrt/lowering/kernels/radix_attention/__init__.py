@@ -9,14 +9,17 @@ from graphsrt.lowering.kernels.radix_attention import cpu, reference
 __all__ = ["kv_write", "radix_attention"]
 
 
-def kv_write(k: Tensor, v: Tensor, kv_pool: Tensor, out_cache_loc: Tensor, layer_id: int) -> None:
+def kv_write(
+    k: Tensor, v: Tensor, kv_pool: Tensor, out_cache_loc: Tensor, layer_id: int, kv_layer: int | None = None
+) -> None:
     """Write new keys and values to the pool, converted to its dtype.
 
-    k, v ``[T, K, D]`` (any strides, the last 1); kv_pool ``[L, 2, S, K, D]``, written at ``[layer_id, 0 and 1]``;
+    k ``[T, K, D]``, v ``[T, K, Dv]`` (any strides, the last 1); kv_pool, kv_layer: as in :func:`radix_attention`;
     out_cache_loc int64 ``[T]``, the slot of each token, -1 for rows that are not written. Slots must differ.
     Raises ``ValueError`` for wrong shapes, dtypes or slots, before anything is written. Source: ours.
     """
-    (cpu if kv_pool.is_cpu else reference).kv_write(k, v, kv_pool, out_cache_loc, layer_id)
+    layer = layer_id if kv_layer is None else kv_layer
+    (cpu if kv_pool.is_cpu else reference).kv_write(k, v, kv_pool, out_cache_loc, layer)
 
 
 def radix_attention(
@@ -31,6 +34,7 @@ def radix_attention(
     out_cache_loc: Tensor,
     *,
     layer_id: int,
+    kv_layer: int | None = None,
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -39,11 +43,14 @@ def radix_attention(
     chunk_size: int | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Causal attention of the new tokens to all that is cached of their sequences -> out ``[T, H, D]``, q's dtype.
+    """Causal attention of the new tokens to all that is cached of their sequences -> out ``[T, H, Dv]``, q's dtype.
 
     q ``[T, H, D]``: the new tokens of all sequences, one after the other, then padding rows.
-    k, v ``[T, K, D]`` or both None: written first to slots ``out_cache_loc`` int64 ``[T]`` (-1: not written).
-    kv_pool ``[L, 2, S, K, D]``: keys and values; **layer_id's part is written** where k and v are given.
+    k ``[T, K, D]``, v ``[T, K, Dv]`` or both None: written first to slots ``out_cache_loc`` int64 ``[T]`` (-1: not
+    written).
+    kv_pool ``[L, 2, S, K, D]``: keys and values, where both have one head size; ``[L, 1, S, K, D + Dv]``: the keys of
+    a head beside its values. **Layer kv_layer of it is written** where k and v are given.
+    kv_layer: which of the pool's layers, where it does not hold all layers of the model; None: it is layer_id.
     req_to_token int32 ``[max_reqs, max_ctx]``: slot of each token of each request, the new ones included.
     req_pool_indices, seq_lens int64 ``[B]``: each sequence's row in it, and its length with the new tokens.
     query_start_loc int64 ``[B + 1]``: where each sequence's new tokens start in T; an empty range reads nothing.
@@ -72,7 +79,7 @@ def radix_attention(
         seq_lens,
         query_start_loc,
         out_cache_loc,
-        layer_id=layer_id,
+        layer_id=layer_id if kv_layer is None else kv_layer,
         scale=scale,
         sliding_window=sliding_window,
         softcap=softcap,

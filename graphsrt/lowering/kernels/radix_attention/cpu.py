@@ -12,6 +12,7 @@ from torch import Tensor
 from graphsrt.errors import explain
 from graphsrt.lowering.kernels.build import load_extension
 
+LAYOUTS = "[L, 2, S, K, D] or [L, 1, S, K, D + Dv]"
 _DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # DType in the source
 
 
@@ -25,7 +26,7 @@ def kv_write(k: Tensor, v: Tensor, kv_pool: Tensor, out_cache_loc: Tensor, layer
     """As ``kv_write`` of this package, for CPU tensors. Raises ``ValueError``."""
     if k.dim() != 3:
         raise _wrong("kv_write", "k", "[T, K, D]", k)
-    kernel().kv_write(*_write_args("kv_write", k.shape[0], k, v, kv_pool, out_cache_loc, layer_id))
+    kernel().kv_write(*_write_args("kv_write", k.shape[0], k.shape[2], k, v, kv_pool, out_cache_loc, layer_id)[0])
 
 
 def radix_attention(
@@ -55,10 +56,9 @@ def radix_attention(
     num_tokens, num_heads, head_size = q.shape
     if num_tokens and q.stride(2) != 1:
         raise _wrong(op, "q", "last dimension of stride 1", q)
-    write = _write_args(op, num_tokens, k, v, kv_pool, out_cache_loc, layer_id)
-    if head_size != kv_pool.shape[4] or num_heads == 0 or num_heads % kv_pool.shape[3]:
-        expected = f"[T, a multiple of {kv_pool.shape[3]} heads, {kv_pool.shape[4]}], as kv_pool has it"
-        raise _wrong(op, "q", expected, q)
+    write, value_size = _write_args(op, num_tokens, head_size, k, v, kv_pool, out_cache_loc, layer_id)
+    if num_heads == 0 or num_heads % kv_pool.shape[3]:
+        raise _wrong(op, "q", f"[T, a multiple of {kv_pool.shape[3]} heads, D], as kv_pool has it", q)
     if {q.dtype, kv_pool.dtype} == {torch.float16, torch.float64}:
         raise _wrong(op, "kv_pool", f"a dtype that goes with q's {q.dtype}", kv_pool)
     if req_to_token.dim() != 2 or req_to_token.dtype != torch.int32 or not req_to_token.is_cpu:
@@ -79,7 +79,7 @@ def radix_attention(
         raise ValueError(f"{op}: chunk_size is {chunk_size}, expected at least 1, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{op}: softcap is {softcap}, expected a positive number, or None")
-    out = torch.empty((num_tokens, num_heads, head_size), dtype=q.dtype)
+    out = torch.empty((num_tokens, num_heads, value_size), dtype=q.dtype)
     kernel().radix_attention(
         *write,
         q.data_ptr(),
@@ -107,38 +107,49 @@ def radix_attention(
 
 
 def _write_args(
-    op: str, num_tokens: int, k: Tensor | None, v: Tensor | None, kv_pool: Tensor, out_cache_loc: Tensor, layer_id: int
-) -> tuple[int, ...]:
-    """Checked, and flattened in the order of ``read_write_args`` in the source."""
-    if kv_pool.dim() != 5 or kv_pool.dtype not in _DTYPE_CODES or not kv_pool.is_cpu or kv_pool.shape[1] != 2:
-        raise _wrong(op, "kv_pool", "an [L, 2, S, K, D] CPU tensor of " + _dtype_names(), kv_pool)
-    num_layers, _, num_slots, num_kv_heads, head_size = kv_pool.shape
+    op: str,
+    num_tokens: int,
+    head_size: int,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pool: Tensor,
+    out_cache_loc: Tensor,
+    layer_id: int,
+) -> tuple[tuple[int, ...], int]:
+    """Checked, and flattened in the order of ``read_write_args`` in the source; and the head size of values."""
+    if kv_pool.dim() != 5 or kv_pool.dtype not in _DTYPE_CODES or not kv_pool.is_cpu or kv_pool.shape[1] not in (1, 2):
+        raise _wrong(op, "kv_pool", f"an {LAYOUTS} CPU tensor of " + _dtype_names(), kv_pool)
+    num_layers, parts, num_slots, num_kv_heads, width = kv_pool.shape
     layer_stride, kv_stride, slot_stride, head_stride, last_stride = kv_pool.stride()
-    if last_stride != 1 or num_kv_heads == 0 or head_size == 0:
+    if last_stride != 1 or num_kv_heads == 0 or width == 0:
         raise _wrong(op, "kv_pool", "K and D above 0, last dimension of stride 1", kv_pool)
+    if head_size != width if parts == 2 else not 0 < head_size < width:
+        raise _wrong(op, "kv_pool", f"an {LAYOUTS} tensor with keys of D = {head_size}", kv_pool)
+    value_size = width if parts == 2 else width - head_size
     if not 0 <= layer_id < num_layers:
         raise ValueError(f"{op}: layer_id is {layer_id}, expected 0 to {num_layers - 1} (kv_pool's layers)")
     _check_indices(op, "out_cache_loc", out_cache_loc, num_tokens)
     size = kv_pool.element_size()
     pool_k = kv_pool.data_ptr() + layer_id * layer_stride * size
-    where: tuple[int, ...] = (num_tokens, num_kv_heads, head_size, num_slots, pool_k, pool_k + kv_stride * size)
+    pool_v = pool_k + (kv_stride if parts == 2 else head_size) * size
+    where: tuple[int, ...] = (num_tokens, num_kv_heads, head_size, value_size, num_slots, pool_k, pool_v)
     where += (_DTYPE_CODES[kv_pool.dtype], slot_stride, head_stride, out_cache_loc.data_ptr())
     if k is None and v is None:
-        return (*where, 0, 0, 0, 0, 0, 0, 0)
+        return (*where, 0, 0, 0, 0, 0, 0, 0), value_size
     if k is None or v is None:
         raise ValueError(f"{op}: k and v must be given together, or neither")
-    for name, x in (("k", k), ("v", v)):
-        if x.shape != (num_tokens, num_kv_heads, head_size):
-            raise _wrong(op, name, f"[{num_tokens}, {num_kv_heads}, {head_size}]", x)
+    for name, x, last in (("k", k, head_size), ("v", v, value_size)):
+        if x.shape != (num_tokens, num_kv_heads, last):
+            raise _wrong(op, name, f"[{num_tokens}, {num_kv_heads}, {last}]", x)
         if x.dtype not in _DTYPE_CODES or x.dtype != k.dtype or not x.is_cpu or (num_tokens and x.stride(2) != 1):
             raise _wrong(op, name, "a CPU tensor, k and v of one dtype, last dimension of stride 1", x)
     k_strides, v_strides = k.stride(), v.stride()
-    return (
-        *where,
+    written = (
         *(k.data_ptr(), k_strides[0], k_strides[1]),
         *(v.data_ptr(), v_strides[0], v_strides[1]),
         _DTYPE_CODES[k.dtype],
     )
+    return (*where, *written), value_size
 
 
 def _per_head(op: str, name: str, x: Tensor | None, num_heads: int) -> tuple[int, int]:

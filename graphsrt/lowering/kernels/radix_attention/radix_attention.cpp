@@ -54,10 +54,10 @@ struct Args {
   const void* q;                          // [T, H, D]
   int64_t q_dtype, q_stride_t, q_stride_h;
   const void* k;                          // [T, K, D], or null: nothing is written
-  const void* v;
+  const void* v;                          // [T, K, Dv]
   int64_t kv_dtype, k_stride_t, k_stride_h, v_stride_t, v_stride_h;
   char* pool_k;                           // [S, K, D] of this layer
-  char* pool_v;
+  char* pool_v;                           // [S, K, Dv], of the same strides
   int64_t pool_dtype, pool_stride_s, pool_stride_h;
   const int32_t* req_to_token;            // [max_reqs, max_ctx]
   int64_t max_reqs, max_ctx, req_stride;
@@ -69,8 +69,8 @@ struct Args {
   int64_t sinks_dtype;
   const void* slopes;                     // ALiBi, [H] or null
   int64_t slopes_dtype;
-  void* out;                              // [T, H, D], contiguous, q_dtype
-  int64_t T, H, K, D, B, S;
+  void* out;                              // [T, H, Dv], contiguous, q_dtype
+  int64_t T, H, K, D, Dv, B, S;
   int64_t window, chunk;                  // 0: none
   double scale, softcap;                  // softcap 0: none
 };
@@ -353,12 +353,12 @@ struct Scratch {
   std::vector<A> memory;
   A *q, *s, *o, *m, *l, *kt, *vt;
 
-  Scratch from_row(int64_t r, int64_t Dp) const {
-    return {{}, q + r * Dp, s + r * BLOCK, o + r * Dp, m + r, l + r, kt, vt};
+  Scratch from_row(int64_t r, int64_t Dp, int64_t Dvp) const {
+    return {{}, q + r * Dp, s + r * BLOCK, o + r * Dvp, m + r, l + r, kt, vt};
   }
 
-  void reserve(int64_t M, int64_t D, int64_t Dp) {
-    const int64_t sizes[] = {M * Dp, M * BLOCK, M * Dp, M, M, BLOCK * D, BLOCK * Dp};
+  void reserve(int64_t M, int64_t D, int64_t Dp, int64_t Dvp) {
+    const int64_t sizes[] = {M * Dp, M * BLOCK, M * Dvp, M, M, BLOCK * D, BLOCK * Dvp};
     A** fields[] = {&q, &s, &o, &m, &l, &kt, &vt};
     int64_t total = 16;
     for (int64_t n : sizes) total += ceil_div(n, 16) * 16;
@@ -380,7 +380,8 @@ struct Attention {
 
   const Args& x;
   const int64_t G = x.H / x.K;
-  const int64_t D = x.D, Dp = ceil_div(x.D, PW) * PW;
+  const int64_t D = x.D, Dp = ceil_div(D, PW) * PW;
+  const int64_t Dv = x.Dv, Dvp = ceil_div(Dv, PW) * PW;
   const int64_t block_queries = std::max<int64_t>(1, ROWS / G);
   std::vector<Item> items;
   std::vector<Merge> merges;
@@ -406,7 +407,7 @@ struct Attention {
         const int64_t q0 = blk * block_queries, qn = std::min(block_queries, n - q0);
         const int64_t lo = first_key(b, q0), hi = last_key(b, q0 + qn - 1);
         const int64_t first = lo / SPLIT, count = n <= block_queries ? ceil_div(hi, SPLIT) - first : 1;
-        work += static_cast<double>(qn) * static_cast<double>(x.H * D * (hi - lo));
+        work += static_cast<double>(qn) * static_cast<double>(x.H * (D + Dv) / 2 * (hi - lo));
         if (count > 1) merges.push_back({b, qn, count, num_parts});
         const int64_t step = n == 1 ? heads : 1;
         for (int64_t h = 0; h < x.K; h += step) {
@@ -421,7 +422,7 @@ struct Attention {
         if (count > 1) num_parts += x.K * count * qn * G;
       }
     }
-    if (num_parts) parts.reset(new A[num_parts * (D + 2)]);
+    if (num_parts) parts.reset(new A[num_parts * (Dv + 2)]);
     serial = work < 100000;  // about what waking the other threads costs
   }
   bool serial = false;
@@ -440,24 +441,24 @@ struct Attention {
     plan();
     for_each(static_cast<int64_t>(items.size()), [&](int64_t i) {
       const Item& item = items[i];
-      if (item.qn == 1 && G <= DIRECT_ROWS && D % VL == 0) return attend_direct(item);
+      if (item.qn == 1 && G <= DIRECT_ROWS && D % VL == 0 && Dv % VL == 0) return attend_direct(item);
       for (int64_t h = item.h0; h < item.h1; ++h) attend_tiled(item, h);
     });
     for_each(static_cast<int64_t>(merges.size()) * x.K, [&](int64_t i) { merge(merges[i / x.K], i % x.K); });
   }
 
-  static Scratch<A>& scratch(int64_t M, int64_t D, int64_t Dp) {
+  Scratch<A>& scratch(int64_t M) const {
     static thread_local Scratch<A> s;
-    s.reserve(M, D, Dp);
+    s.reserve(M, D, Dp, Dvp);
     return s;
   }
 
   // The direct items walk their blocks with all their heads at once, as a slot's heads lie side by side.
   void attend_direct(const Item& it) const {
     const int64_t heads = it.h1 - it.h0, M = G;
-    Scratch<A>& all = scratch(heads * M, D, Dp);
+    Scratch<A>& all = scratch(heads * M);
     for (int64_t h = 0; h < heads; ++h) load_queries(it, it.h0 + h, all.q + h * M * Dp);
-    std::fill_n(all.o, heads * M * Dp, A(0));
+    std::fill_n(all.o, heads * M * Dvp, A(0));
     std::fill_n(all.m, heads * M, NEG_INF);
     std::fill_n(all.l, heads * M, A(0));
     const int32_t* slots = x.req_to_token + x.req_pool_indices[it.b] * x.req_stride;
@@ -479,12 +480,12 @@ struct Attention {
         const T* next_k = last ? pool_k - (heads - 1) * x.pool_stride_h : pool_k + x.pool_stride_h;
         for (int64_t c = n0; c < n1; ++c) next_rows[c] = next_k + slots[ahead + c] * x.pool_stride_s;
 
-        Scratch<A> w = all.from_row(h * M, Dp);
+        Scratch<A> w = all.from_row(h * M, Dp, Dvp);
         // Dots come in fours: the columns that fill up a four repeat a row in range and are masked below.
         for (int64_t c = c0 / 4 * 4; c < c0; ++c) k_rows[c] = k_rows[c0];
         for (int64_t c = c1; c < ceil_div(c1, 4) * 4; ++c) k_rows[c] = k_rows[c1 - 1];
         for (int64_t c = c0 / 4 * 4; c < c1; c += 4) {
-          for (int64_t i = std::max(c, c0); i < std::min(c + 4, c1); ++i) prefetch_row(v_rows[i], D);
+          for (int64_t i = std::max(c, c0); i < std::min(c + 4, c1); ++i) prefetch_row(v_rows[i], Dv);
           const T* const* rows = k_rows + c;
           A* s = w.s + c;
           int64_t m = 0;
@@ -500,14 +501,14 @@ struct Attention {
         }
       }
     }
-    for (int64_t h = 0; h < heads; ++h) deliver(it, it.h0 + h, all.from_row(h * M, Dp));
+    for (int64_t h = 0; h < heads; ++h) deliver(it, it.h0 + h, all.from_row(h * M, Dp, Dvp));
   }
 
   void attend_tiled(const Item& it, int64_t h) const {
     const int64_t M = it.qn * G;
-    Scratch<A>& w = scratch(M, D, Dp);
+    Scratch<A>& w = scratch(M);
     load_queries(it, h, w.q);
-    std::fill_n(w.o, M * Dp, A(0));
+    std::fill_n(w.o, M * Dvp, A(0));
     std::fill_n(w.m, M, NEG_INF);
     std::fill_n(w.l, M, A(0));
     const int32_t* slots = x.req_to_token + x.req_pool_indices[it.b] * x.req_stride;
@@ -521,14 +522,14 @@ struct Attention {
         v_rows[c] = pool_v + slots[j0 + c] * x.pool_stride_s;
       }
       pack_keys(k_rows, c0, c1, D, w.kt);
-      pack_values(v_rows, c0, c1, D, w.vt);
+      pack_values(v_rows, c0, c1, Dv, w.vt);
       std::fill_n(w.s, M * BLOCK, A(0));
       product(M, BLOCK, w.q, Dp, w.kt, D, w.s, BLOCK, D);
       const bool whole = first_key(it.b, it.q0 + it.qn - 1) <= j0 + c0 && last_key(it.b, it.q0) >= j0 + c1;
       if (whole) {
         for (int64_t m = 0; m < M; ++m)
           softmax_step(w, m, h * G + m % G, j0 - last_key(it.b, it.q0 + m / G) + 1, c0, c1);
-        product(M, Dp, w.s + c0, BLOCK, w.vt + c0 * PW, BLOCK, w.o, Dp, c1 - c0);
+        product(M, Dvp, w.s + c0, BLOCK, w.vt + c0 * PW, BLOCK, w.o, Dvp, c1 - c0);
         continue;
       }
       // On the diagonal and at a window's edge each query token has a range of its own; its G rows share it.
@@ -538,7 +539,7 @@ struct Attention {
         if (a >= z) continue;
         const int64_t shift = j0 - last_key(it.b, it.q0 + i) + 1;
         for (int64_t m = i * G; m < (i + 1) * G; ++m) softmax_step(w, m, h * G + m % G, shift, a, z);
-        product(G, Dp, w.s + i * G * BLOCK + a, BLOCK, w.vt + a * PW, BLOCK, w.o + i * G * Dp, Dp, z - a);
+        product(G, Dvp, w.s + i * G * BLOCK + a, BLOCK, w.vt + a * PW, BLOCK, w.o + i * G * Dvp, Dvp, z - a);
       }
     }
     deliver(it, h, w);
@@ -548,14 +549,14 @@ struct Attention {
   void deliver(const Item& it, int64_t h, const Scratch<A>& w) const {
     const int64_t M = it.qn * G;
     if (it.part < 0) {
-      for (int64_t r = 0; r < M; ++r) finish(it.b, it.q0 + r / G, h * G + r % G, w.o + r * Dp, w.m[r], w.l[r]);
+      for (int64_t r = 0; r < M; ++r) finish(it.b, it.q0 + r / G, h * G + r % G, w.o + r * Dvp, w.m[r], w.l[r]);
       return;
     }
-    A* part = parts.get() + (it.part + (h * it.part_stride)) * (D + 2);
-    for (int64_t r = 0; r < M; ++r, part += D + 2) {
+    A* part = parts.get() + (it.part + (h * it.part_stride)) * (Dv + 2);
+    for (int64_t r = 0; r < M; ++r, part += Dv + 2) {
       part[0] = w.m[r];
       part[1] = w.l[r];
-      std::copy_n(w.o + r * Dp, D, part + 2);
+      std::copy_n(w.o + r * Dvp, Dv, part + 2);
     }
   }
 
@@ -606,8 +607,8 @@ struct Attention {
       const A shrink = std::exp(old_max - new_max);
       w.m[row] = new_max;
       w.l[row] *= shrink;
-      A* o = w.o + row * Dp;
-      for (int64_t d = 0; d < Dp; ++d) o[d] *= shrink;
+      A* o = w.o + row * Dvp;
+      for (int64_t d = 0; d < Dvp; ++d) o[d] *= shrink;
     }
     const Vec minus(new_max);
     Vec total(A(0));
@@ -621,29 +622,29 @@ struct Attention {
 
   void weigh_direct(const Scratch<A>& w, int64_t M, const T* const* rows, int64_t c0, int64_t count) const {
     int64_t m = 0;
-    for (; m + 4 <= M; m += 4) weigh_rows<A, T, 4>(w.s + m * BLOCK + c0, BLOCK, rows, count, D, w.o + m * Dp, Dp);
+    for (; m + 4 <= M; m += 4) weigh_rows<A, T, 4>(w.s + m * BLOCK + c0, BLOCK, rows, count, Dv, w.o + m * Dvp, Dvp);
     const A* s = w.s + m * BLOCK + c0;
-    A* o = w.o + m * Dp;
-    if (M - m == 3) weigh_rows<A, T, 3>(s, BLOCK, rows, count, D, o, Dp);
-    if (M - m == 2) weigh_rows<A, T, 2>(s, BLOCK, rows, count, D, o, Dp);
-    if (M - m == 1) weigh_rows<A, T, 1>(s, BLOCK, rows, count, D, o, Dp);
+    A* o = w.o + m * Dvp;
+    if (M - m == 3) weigh_rows<A, T, 3>(s, BLOCK, rows, count, Dv, o, Dvp);
+    if (M - m == 2) weigh_rows<A, T, 2>(s, BLOCK, rows, count, Dv, o, Dvp);
+    if (M - m == 1) weigh_rows<A, T, 1>(s, BLOCK, rows, count, Dv, o, Dvp);
   }
 
   void merge(const Merge& job, int64_t h) const {
-    const int64_t M = job.qn * G, stride = M * (D + 2);
-    Scratch<A>& w = scratch(1, D, Dp);
+    const int64_t M = job.qn * G, stride = M * (Dv + 2);
+    Scratch<A>& w = scratch(1);
     for (int64_t r = 0; r < M; ++r) {
-      const A* first = parts.get() + (job.part + h * job.num_parts * M + r) * (D + 2);
+      const A* first = parts.get() + (job.part + h * job.num_parts * M + r) * (Dv + 2);
       A top = NEG_INF, total = 0;
       for (int64_t c = 0; c < job.num_parts; ++c)
         if (first[c * stride] > top || std::isnan(first[c * stride])) top = first[c * stride];
-      std::fill_n(w.o, D, A(0));
+      std::fill_n(w.o, Dv, A(0));
       for (int64_t c = 0; c < job.num_parts; ++c) {
         const A* part = first + c * stride;
         if (part[0] == NEG_INF) continue;  // no key of this part is visible to this row
         const A shrink = std::exp(part[0] - top);
         total += shrink * part[1];
-        for (int64_t d = 0; d < D; ++d) w.o[d] += shrink * part[2 + d];
+        for (int64_t d = 0; d < Dv; ++d) w.o[d] += shrink * part[2 + d];
       }
       finish(job.b, r / G, h * G + r % G, w.o, top, total);
     }
@@ -659,11 +660,11 @@ struct Attention {
     } else {
       factor = A(1) / total;
     }
-    const int64_t offset = ((x.query_start_loc[b] + i) * x.H + head) * D;
+    const int64_t offset = ((x.query_start_loc[b] + i) * x.H + head) * Dv;
     with_dtype(x.q_dtype, [&](auto tag) {
       using Q = decltype(tag);
       Q* out = static_cast<Q*>(x.out) + offset;
-      for (int64_t d = 0; d < D; ++d) out[d] = static_cast<Q>(o[d] * factor);
+      for (int64_t d = 0; d < Dv; ++d) out[d] = static_cast<Q>(o[d] * factor);
     });
   }
 };
@@ -713,7 +714,7 @@ void write_rows(const Args& x, int64_t begin, int64_t end) {
       To* to_k = reinterpret_cast<To*>(x.pool_k) + slot * x.pool_stride_s + h * x.pool_stride_h;
       To* to_v = reinterpret_cast<To*>(x.pool_v) + slot * x.pool_stride_s + h * x.pool_stride_h;
       for (int64_t d = 0; d < x.D; ++d) to_k[d] = static_cast<To>(k[d]);
-      for (int64_t d = 0; d < x.D; ++d) to_v[d] = static_cast<To>(v[d]);
+      for (int64_t d = 0; d < x.Dv; ++d) to_v[d] = static_cast<To>(v[d]);
     }
   }
 }
@@ -721,7 +722,7 @@ void write_rows(const Args& x, int64_t begin, int64_t end) {
 void write(const Args& x) {
   with_dtype(x.pool_dtype, [&](auto to) {
     with_dtype(x.kv_dtype, [&](auto from) {
-      at::parallel_for(0, x.T, 1 + 32768 / (x.K * x.D), [&](int64_t begin, int64_t end) {
+      at::parallel_for(0, x.T, 1 + 65536 / (x.K * (x.D + x.Dv)), [&](int64_t begin, int64_t end) {
         write_rows<decltype(to), decltype(from)>(x, begin, end);
       });
     });
@@ -740,7 +741,7 @@ void attend(const Args& x) {
   with_dtype(x.q_dtype, [&](auto tag) {
     using Q = decltype(tag);
     Q* out = static_cast<Q*>(x.out);
-    std::fill(out + x.query_start_loc[x.B] * x.H * x.D, out + x.T * x.H * x.D, Q(0.0f));
+    std::fill(out + x.query_start_loc[x.B] * x.H * x.Dv, out + x.T * x.H * x.Dv, Q(0.0f));
   });
 }
 
@@ -777,7 +778,8 @@ struct Reader {
 };
 
 void read_write_args(Reader& r, Args& x) {
-  x.T = r.integer(), x.K = r.integer(), x.D = r.integer(), x.S = r.integer();
+  x.T = r.integer(), x.K = r.integer(), x.D = r.integer(), x.Dv = r.integer();
+  x.S = r.integer();
   x.pool_k = r.pointer<char*>(), x.pool_v = r.pointer<char*>();
   x.pool_dtype = r.integer(), x.pool_stride_s = r.integer(), x.pool_stride_h = r.integer();
   x.out_cache_loc = r.pointer<const int64_t*>();
@@ -786,7 +788,7 @@ void read_write_args(Reader& r, Args& x) {
   x.kv_dtype = r.integer();
 }
 
-constexpr Py_ssize_t NUM_WRITE_ARGS = 17, NUM_ARGS = NUM_WRITE_ARGS + 22;
+constexpr Py_ssize_t NUM_WRITE_ARGS = 18, NUM_ARGS = NUM_WRITE_ARGS + 22;
 
 PyObject* py_kv_write(PyObject*, PyObject* const* args, Py_ssize_t n) {
   if (n != NUM_WRITE_ARGS) return PyErr_Format(PyExc_TypeError, "kv_write: %zd arguments", n);

@@ -6,13 +6,19 @@ import torch
 from torch import Tensor
 
 
+def keys_and_values(kv_pool: Tensor, layer_id: int, head_size: int) -> tuple[Tensor, Tensor]:
+    """One layer of a pool ``[L, 2, S, K, D]`` or ``[L, 1, S, K, D + Dv]`` as views ``[S, K, D]`` and ``[S, K, Dv]``."""
+    layer = kv_pool[layer_id]
+    return (layer[0], layer[1]) if len(layer) == 2 else (layer[0][..., :head_size], layer[0][..., head_size:])
+
+
 def kv_write(k: Tensor, v: Tensor, kv_pool: Tensor, out_cache_loc: Tensor, layer_id: int) -> None:
-    """Write k, v ``[T, K, D]`` to slots ``out_cache_loc`` (int64 ``[T]``, -1: not written) of layer ``layer_id`` of
-    ``kv_pool`` ``[L, 2, S, K, D]``. Source: ours."""
+    """Write k ``[T, K, D]``, v ``[T, K, Dv]`` to slots ``out_cache_loc`` (int64 ``[T]``, -1: not written) of layer
+    ``layer_id`` of ``kv_pool``, whose layouts are those of this package. Source: ours."""
     rows = out_cache_loc >= 0
     slots = out_cache_loc[rows]
-    kv_pool[layer_id, 0, slots] = k[rows].to(kv_pool.dtype)
-    kv_pool[layer_id, 1, slots] = v[rows].to(kv_pool.dtype)
+    for pool, new in zip(keys_and_values(kv_pool, layer_id, k.shape[2]), (k, v)):
+        pool[slots] = new[rows].to(pool.dtype)
 
 
 def radix_attention(
@@ -42,7 +48,8 @@ def radix_attention(
         kv_write(k, v, kv_pool, out_cache_loc, layer_id)
     dtype = torch.float64 if torch.float64 in (q.dtype, kv_pool.dtype) else torch.float32
     group = q.shape[1] // kv_pool.shape[3]
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    key_pool, value_pool = keys_and_values(kv_pool, layer_id, q.shape[2])
+    out = q.new_zeros((*q.shape[:2], value_pool.shape[2]))
     bounds = query_start_loc.tolist()
     for b, (request, seq_len) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist())):
         begin, end = bounds[b], bounds[b + 1]
@@ -54,7 +61,8 @@ def radix_attention(
             first = max(first, int(position[0]) // chunk_size * chunk_size)
         index = torch.arange(first, seq_len, device=q.device)[None, :]
         slots = req_to_token[request, first:seq_len].long()
-        keys, values = kv_pool[layer_id][:, slots].to(dtype).repeat_interleave(group, dim=2)  # [kv, H, D] each
+        keys = key_pool[slots].to(dtype).repeat_interleave(group, dim=1)  # [kv, H, D]
+        values = value_pool[slots].to(dtype).repeat_interleave(group, dim=1)  # [kv, H, Dv]
         logits = torch.einsum("qhd,khd->hqk", q[begin:end].to(dtype), keys) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)

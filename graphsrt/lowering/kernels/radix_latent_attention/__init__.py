@@ -28,6 +28,7 @@ def radix_latent_attention(
     out_cache_loc: Tensor,
     *,
     layer_id: int,
+    kv_layer: int | None = None,
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -38,7 +39,8 @@ def radix_latent_attention(
     q_latent ``[T, H, L]``: each head's query, taken through that head's key projection into the latent space.
     q_rope ``[T, H, R]``: its part that meets the shared rotary key; both of one dtype.
     latent ``[T, L]``, k_rope ``[T, R]`` or both None: written first to slots ``out_cache_loc`` (-1: not written).
-    kv_pool ``[layers, S, L + R]``: latents and rotary keys; **layer_id's part is written** where they are given.
+    kv_pool ``[layers, S, L + R]``: latents and rotary keys; **layer kv_layer of it is written** where they are given.
+    kv_layer: which of the pool's layers, where it does not hold all layers of the model; None: it is layer_id.
 
     Scores are ``scale · (q_latent · latent + q_rope · k_rope)``, and the result is the weighted sum of latents, which
     the head's value projection turns into values. Everything else, what is raised included, is as in
@@ -69,6 +71,7 @@ def radix_latent_attention(
         query_start_loc,
         out_cache_loc,
         layer_id=layer_id,
+        kv_layer=kv_layer,
         scale=scale,
         sliding_window=sliding_window,
         softcap=softcap,
