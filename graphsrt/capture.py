@@ -12,6 +12,7 @@ import copy
 import inspect
 import operator
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -71,6 +72,8 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     kind = layer_types[layer] if layer_types and layer < len(layer_types) else "full_attention"
     if kind == "sliding_attention" and window is None:
+        window = _window_of_the_mask(module)
+    if kind == "sliding_attention" and window is None:
         raise refuse("a sliding window", "layer_types says sliding_attention, but the model passes no sliding_window")
     if kind == "chunked_attention":  # the size is in the mask, which transformers does not make for this interface
         chunk = getattr(module.config, "attention_chunk_size", None)
@@ -95,6 +98,16 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
         chunk_size=None if chunk is None else int(chunk),
     )  # fmt: skip
     return out[None], None
+
+
+def _window_of_the_mask(module: nn.Module) -> int | None:
+    """The window that transformers would put into the mask of a layer that passes none: its mask function reads it from
+    the config. None where the model's file does not use that function."""
+    code = sys.modules.get(type(module).__module__)
+    if not hasattr(code, "create_sliding_window_causal_mask"):
+        return None
+    window = getattr(module.config, "sliding_window", None)
+    return window if isinstance(window, int) and window > 0 else None
 
 
 def check_config(config: Any) -> None:

@@ -94,10 +94,21 @@ def _rms_norm(call: Call) -> Held:
     return _norm(call, [call.args["x"]], [call.args["weight"]], 1)
 
 
+@rule(ops.l2_norm)
+def _l2_norm(call: Call) -> Held:
+    return _norm(call, [call.args["x"]], [], 1)
+
+
 @rule(ops.add_rms_norm)
 def _add_rms_norm(call: Call) -> tuple[Held, Held]:
     held = _norm(call, [call.args["x"], call.args["residual"]], [call.args["weight"]], 1)
     return held, held
+
+
+@rule(aten.rms_norm.default)
+def _plain_rms_norm(call: Call) -> Held:
+    vectors = [call.args["weight"]] if isinstance(call.args["weight"], fx.Node) else []
+    return _norm(call, [call.args["input"]], vectors, len(call.args["normalized_shape"]))
 
 
 @rule(aten.layer_norm.default)
@@ -145,9 +156,10 @@ def _check_width(call: Call) -> None:
         raise Refused("the norm divides by another width", str(width), str(call.args["width"]))
 
 
-@rule(ops_norms.rms_norm_of, ops_norms.layer_norm_of)
+@rule(ops_norms.rms_norm_of, ops_norms.layer_norm_of, ops_norms.l2_norm_of)
 def _norm_of(call: Call) -> Held:
-    _check_width(call)
+    if "width" in call.args:
+        _check_width(call)
     sums = [call.args[n] for n in ("total", "squares") if n in call.args]
     for value in sums:
         if call.held[value] != WHOLE:

@@ -316,7 +316,7 @@ FLOPS: dict[Any, tuple[Counter, tuple[str, str]]] = {
 """Operators with FLOPs that count, how to count them, and their two operands."""
 
 MEMORY_ONLY: set[Any] = {
-    ops.kv_write, ops.rms_norm, ops.add_rms_norm, ops.rope, ops.glu, ops.silu_mul, ops.vocab_embedding,
+    ops.kv_write, ops.rms_norm, ops.l2_norm, ops.add_rms_norm, ops.rope, ops.glu, ops.silu_mul, ops.vocab_embedding,
     ops.fp8_scale, ops.quantize_fp8,
 }  # fmt: skip
 """Our operators that compute a few FLOPs for each number that they read: memory decides their time."""

@@ -437,12 +437,12 @@ take_own = _collective(
 
 # -- families in files of their own: they register themselves ---------------------------------------------------------
 
-from graphsrt import ops_norms  # noqa: E402, F401
 from graphsrt.ops_experts import moe_experts as moe_experts  # noqa: E402
 from graphsrt.ops_fp8 import fp8_linear as fp8_linear  # noqa: E402
 from graphsrt.ops_fp8 import fp8_scale as fp8_scale  # noqa: E402
 from graphsrt.ops_fp8 import quantize_fp8 as quantize_fp8  # noqa: E402
 from graphsrt.ops_latent import latent_attention as latent_attention  # noqa: E402
 from graphsrt.ops_latent import radix_latent_attention as radix_latent_attention  # noqa: E402
+from graphsrt.ops_norms import l2_norm as l2_norm  # noqa: E402
 
 ATTENTIONS |= {latent_attention, radix_latent_attention}

@@ -1,4 +1,5 @@
-"""Norms in pieces, for a width that is divided among ranks: each rank's share of a row's sums, and the norm given them.
+"""A norm to length one; and norms in pieces, for a width that is divided among ranks: each rank's share of a row's
+sums, and the norm given them.
 
 ``owned [E_local]`` is one where this rank owns the channel and zero where it holds a copy or a pad of it, so that sums
 over ranks count each channel once; None where every channel is owned. ``width`` is the whole width ``E``.
@@ -13,6 +14,14 @@ from graphsrt.ops import _define, compute_dtype, normed_like
 
 def _one_per_row(x: torch.Tensor, *rest: torch.Tensor | None, width: int = 0) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], 1), dtype=compute_dtype(x.dtype))
+
+
+@_define("(Tensor x, *, float eps) -> Tensor", lambda x, *, eps: x.new_empty(x.shape))
+def l2_norm(x: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Each row of the last dimension divided by its length: ``x / sqrt(sum(x²) + eps)``, accumulated in float32 or
+    wider (nGPT, Loshchilov et al. 2024)."""
+    wide = x.to(compute_dtype(x.dtype))
+    return (wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 @_define("(Tensor x, Tensor? owned) -> Tensor", _one_per_row)
@@ -56,6 +65,14 @@ def rms_norm_of(
     if offset:
         scale = scale + offset
     return (normed * scale).to(x.dtype)
+
+
+@_define(
+    "(Tensor x, Tensor squares, *, float eps) -> Tensor", lambda x, squares, *, eps: x.new_empty(x.shape)
+)  # fmt: skip
+def l2_norm_of(x: torch.Tensor, squares: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """:func:`l2_norm` of this rank's channels, given the whole sum of squares ``[…, 1]`` of each row."""
+    return (x.to(squares.dtype) * torch.rsqrt(squares + eps)).to(x.dtype)
 
 
 @_define(

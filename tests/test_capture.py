@@ -73,6 +73,23 @@ def test_refused_modules() -> None:
     window.config = type("Config", (), {"layer_types": ["sliding_attention"] * 4})()  # type: ignore[assignment]
     with pytest.raises(CompileError, match="passes no sliding_window"):
         call(window)
+    window.config.sliding_window = 2
+    with pytest.raises(CompileError, match="passes no sliding_window"):
+        call(window)  # nothing says that the model's mask would have it
+
+
+def test_window_of_the_mask() -> None:
+    """Qwen2-MoE leaves its window to the mask, which transformers makes from the config."""
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention, Qwen2MoeConfig
+
+    config = Qwen2MoeConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4,
+                            use_sliding_window=True, sliding_window=3)  # fmt: skip
+    q, kv = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)
+    far = kv.clone()
+    far[:, :, :4] = 0.0
+    for layer, moves in ((0, False), (1, True)):  # layers 0 and 2 have windows
+        made = [_attention(Qwen2MoeAttention(config, layer), q, keys, keys)[0][:, -1] for keys in (kv, far)]
+        assert torch.equal(*made) is not moves
 
 
 SMALL: dict[str, Any] = {"vocab_size": 67, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

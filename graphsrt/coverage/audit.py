@@ -196,7 +196,8 @@ def _collectives(program: Program, budgets: dict[str, int], result: Audit) -> No
 
 
 def _budgets(captured: Program) -> dict[str, int]:
-    """The fewest large collectives of each layer: one for each attention, one more where an MLP reads what it made.
+    """The fewest large collectives of each layer: one for an attention, one more where an MLP reads what it made; as
+    many again for each attention that reads what the one before it made, where a layer has several or runs again.
 
     Seen in the captured graph: linears and experts of a layer that read attention's result through another linear are a
     second step; those that do not are completed together with attention's own. "ends": embedding and logits.
@@ -204,19 +205,23 @@ def _budgets(captured: Program) -> dict[str, int]:
     budgets = {"ends": 2}
     after: dict[fx.Node, int] = {}  # value -> attention and linears of its layer on the longest way to it
     layers: dict[fx.Node, str] = {}
-    attentions: dict[str, int] = defaultdict(int)  # a layer may have two, or run several times
+    behind: dict[fx.Node, dict[str, int]] = {}  # value -> layer -> attentions of it in a row on the way to the value
+    attentions: dict[str, int] = defaultdict(int)
     for node in captured.graph.nodes:
         if node.op != "call_function":
             continue
         layer = layers[node] = layer_of(node)
         depth = max((after.get(n, 0) for n in node.all_input_nodes if layers.get(n) == layer), default=0)
         name = target_name(node.target)
+        rows = [behind.get(n, {}) for n in node.all_input_nodes]
+        row = {key: max(one.get(key, 0) for one in rows) for one in rows for key in one}
         if "attention" in name:
             depth = 1
-            attentions[layer] += 1
+            row[layer] = row.get(layer, 0) + 1
+            attentions[layer] = max(attentions[layer], row[layer])
         elif depth >= 1 and (node.target in _PRODUCTS or "moe" in name):
             depth += 1
-        after[node] = depth
+        after[node], behind[node] = depth, row
         if layer != "ends":
             # attention, its own linear (2), then the pair of an MLP (3, 4): one more collective
             budgets[layer] = max(budgets.get(layer, 1), 2 if depth >= 3 else 1)

@@ -28,7 +28,8 @@ def tiny_model(model_type: str, sizes: Sizes = EVEN) -> Any:
 
 def randomize(model: torch.nn.Module, seed: int = 1) -> None:
     """Matrices keep the size of what they multiply, times a gain; embeddings N(0, 1); biases N(0, 0.5), also those kept
-    as buffers; norm weights and other vectors N(0.7, 0.3)."""
+    as buffers; norm weights and other vectors N(0.7, 0.3), times the number that the class fills them with: scales of
+    nGPT start at 0.02 and are multiplied by 1 / 0.02 when used; at 0.7 they would make scores of ten thousand."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     stored = set(model.state_dict())
@@ -40,10 +41,16 @@ def randomize(model: torch.nn.Module, seed: int = 1) -> None:
                 if "bias" in name.rpartition(".")[2]:
                     values = values * 0.5
                 elif tensor.dim() < 2 or min(tensor.shape) == 1:
-                    values = values * 0.3 + 0.7
+                    values = (values * 0.3 + 0.7) * _filled_with(tensor)
                 else:
                     values = values * _GAIN / math.sqrt(tensor.shape[-1])
             tensor.copy_(values.to(tensor.dtype))
+
+
+def _filled_with(tensor: torch.Tensor) -> float:
+    """The one number that is everywhere in a vector; 1 for zeros, and for vectors of several numbers."""
+    first = float(tensor.flatten()[0])
+    return first if first and bool((tensor == first).all()) else 1.0
 
 
 def tiny_tokens(count: int, seed: int = 0) -> list[int]:

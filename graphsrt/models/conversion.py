@@ -20,7 +20,8 @@ from graphsrt.models.checkpoint import Checkpoint, Slices, bounds
 from graphsrt.models.tying import with_base_prefix
 
 # A name of the inner checkpoint, or ["stack", dim, [parts]], ["cat", dim, [parts]], ["swap", dim, dim, part],
-# ["cut", dim, start, stop, part]. Plain lists, so that the view travels to rank processes as JSON.
+# ["cut", dim, start, stop, part], ["item", dim, index, part].
+# Plain lists, so that the view travels to rank processes as JSON.
 Layout = Any
 
 
@@ -80,6 +81,8 @@ class ConvertedCheckpoint(Checkpoint):
         shape = list(self._shape(layout[-1], name))
         if kind == "swap":
             shape[dim], shape[layout[2]] = shape[layout[2]], shape[dim]
+        elif kind == "item":
+            del shape[dim]
         else:
             shape[dim] = layout[3] - layout[2]
         return tuple(shape)
@@ -109,6 +112,9 @@ class ConvertedCheckpoint(Checkpoint):
                     blocks.append(self._block(part, [*limits[:dim], inside, *limits[dim + 1 :]], name))
             return torch.cat(blocks, dim)
         limits = list(limits)
+        if kind == "item":
+            limits.insert(dim, (layout[2], layout[2] + 1))
+            return self._block(layout[3], limits, name).squeeze(dim)
         if kind == "swap":
             limits[dim], limits[layout[2]] = limits[layout[2]], limits[dim]
             return self._block(layout[3], limits, name).transpose(dim, layout[2])
@@ -133,6 +139,29 @@ def _leaves(layout: Layout) -> list[str]:
         return [layout]
     parts = layout[2] if layout[0] in ("stack", "cat") else [layout[-1]]
     return [leaf for part in parts for leaf in _leaves(part)]
+
+
+def relaid(checkpoint: Checkpoint, reference: type | None, config: Any) -> Checkpoint:
+    """``checkpoint`` with the parameters that a reference model keeps in a layout of its own, ``layouts(config)``.
+
+    Names in the layouts are those of the class; a checkpoint of the base model alone lacks their prefix.
+    """
+    layouts = getattr(reference, "layouts", None)
+    if layouts is None:
+        return checkpoint
+    base = getattr(reference, "base_model_prefix", "")
+
+    def stored(layout: Layout) -> Layout:
+        if isinstance(layout, str):
+            return with_base_prefix(layout, checkpoint, base)  # type: ignore[arg-type]
+        if layout[0] in ("stack", "cat"):
+            return [*layout[:2], [stored(part) for part in layout[2]]]
+        return [*layout[:-1], stored(layout[-1])]
+
+    view = ConvertedCheckpoint(checkpoint, {name: stored(layout) for name, layout in layouts(config).items()})
+    for name in view.tensors:
+        view.shape(name)  # what is missing is reported now
+    return view
 
 
 def has_conversions(model_class: type, config: Any, checkpoint: Checkpoint) -> bool:

@@ -7,6 +7,8 @@ from torch import nn
 
 from graphsrt.capture import meta_model, meta_twin
 from graphsrt.errors import CompileError, explain
+from graphsrt.models.checkpoint import StateDictCheckpoint
+from graphsrt.models.conversion import relaid
 from graphsrt.models.source import ModelSource
 
 
@@ -26,13 +28,20 @@ def on_meta(source: ModelSource) -> nn.Module:
 
 
 def _compare(model: nn.Module, source: ModelSource) -> None:
-    """Checkpoints are read by name: a reference has the names and shapes of the class that wrote them."""
+    """Checkpoints are read by name: a reference has the names and shapes of the class that wrote them, but for what it
+    says itself of parameters that it keeps in another way."""
     mine, theirs = (
-        {f"{name} {list(p.shape)}" for name, p in net.named_parameters(remove_duplicate=False)}
+        {name: list(p.shape) for name, p in net.named_parameters(remove_duplicate=False)}
         for net in (model, source.skeleton())
     )
+    layouts = getattr(type(model), "layouts", None)
+    if layouts is not None:
+        as_stored = {n: torch.empty(()).expand(shape) for n, shape in theirs.items()}
+        view = relaid(StateDictCheckpoint(as_stored), type(model), source.config)
+        theirs = {name: list(view.shape(name)) for name in view.names()}
     if mine != theirs:
-        shown = {"only in the model": sorted(theirs - mine), "only in the reference": sorted(mine - theirs)}
+        left, right = ({f"{name} {shape}" for name, shape in own.items()} for own in (mine, theirs))
+        shown = {"only in the model": sorted(right - left), "only in the reference": sorted(left - right)}
         raise CompileError(
             explain(
                 f"the parameters of {source.model_class.__name__} and its reference model differ",

@@ -2,8 +2,10 @@
 
 The default is the transformers class for causal language modelling. Where that cannot be captured, :data:`REFERENCES`
 names a *reference model* that is captured in its place: a plain module ``(tokens [T], positions [T]) -> logits [T, V]``
-of one sequence, built from the same config, with the checkpoint's parameter names and no parallel code. A module is
-imported when its architecture is asked for, so one that is broken breaks no other.
+of one sequence, built from the same config, with the checkpoint's parameter names and no parallel code. A parameter
+that it keeps otherwise than the checkpoint is named by its static method ``layouts(config)``: name -> layout over the
+names of the checkpoint, as in ``conversion.py``. A module is imported when its architecture is asked for, so one that
+is broken breaks no other.
 
 Models are added by :func:`register`, by a package named in ``GRAPHSRT_EXTERNAL_MODELS`` (several with commas between)
 that has a dict ``MODELS`` like the one here, or by an installed package:
@@ -35,15 +37,17 @@ Target = str | type[nn.Module]
 
 REFERENCES: dict[str, Target] = {
     "BloomForCausalLM": "graphsrt.models.bloom:Bloom",
+    "DbrxForCausalLM": "graphsrt.models.dbrx:Dbrx",
     "FalconForCausalLM": "graphsrt.models.falcon:Falcon",
     "GPTNeoForCausalLM": "graphsrt.models.gpt_neo:GPTNeo",
     "GPTNeoXJapaneseForCausalLM": "graphsrt.models.gpt_neox_japanese:GPTNeoXJapanese",
+    "JetMoeForCausalLM": "graphsrt.models.jetmoe:JetMoe",
     "Llama4ForCausalLM": "graphsrt.models.llama4:Llama4",
     "MptForCausalLM": "graphsrt.models.mpt:Mpt",
     "OpenAIGPTLMHeadModel": "graphsrt.models.openai_gpt:OpenAIGPT",
     "XGLMForCausalLM": "graphsrt.models.xglm:XGLM",
 }
-"""Architecture -> reference model, where the transformers class keeps attention to itself."""
+"""Architecture -> reference model, where the transformers class keeps attention, or its experts, to itself."""
 
 READABLE: dict[str, Target] = {
     "LlamaForCausalLM": "graphsrt.models.llama:Llama",

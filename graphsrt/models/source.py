@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from graphsrt.errors import CheckpointError, CompileError, GraphsrtError, explain
 from graphsrt.models import registry, smollm2
 from graphsrt.models.checkpoint import Checkpoint, StateDictCheckpoint, open_checkpoint
-from graphsrt.models.conversion import convert, has_conversions
+from graphsrt.models.conversion import convert, has_conversions, relaid
 from graphsrt.models.tying import SKIP_RULES, TEXT_ONLY_RULES, Accounting, SkipRule, accounting, effective_ties
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -31,7 +31,7 @@ class ModelSource:
     """A model before capture: its class and config, where its weights are, and what is needed to talk to it.
 
     ``reference`` is the class that is captured in place of ``model_class``, with the same parameter names, or None.
-    ``checkpoint`` has the names and layouts of ``model_class`` (experts stacked, old names changed), or is None when
+    ``checkpoint`` has the names and layouts of what is captured (experts stacked, old names changed), or is None when
     there is only a config. ``module`` is the model itself if it is in memory. ``dtype`` is the program's floating
     dtype; tensors stored in another one are cast by the loader. ``context_length`` is in tokens, None if the config
     sets no limit. ``eos_token_ids`` end a generation; empty if unknown.
@@ -238,6 +238,7 @@ def _from_module(module: torch.nn.Module, dtype: torch.dtype | None) -> ModelSou
         )
     registry.check_servable(config, type(module).__name__)
     generation = getattr(module, "generation_config", None)
+    reference = registry.reference_of_module(module)
     return ModelSource(
         name=config._name_or_path or type(module).__name__,
         config=config,
@@ -245,9 +246,9 @@ def _from_module(module: torch.nn.Module, dtype: torch.dtype | None) -> ModelSou
         dtype=dtype or next(p.dtype for p in module.parameters() if p.is_floating_point()),
         context_length=_context_length(config),
         eos_token_ids=_eos(generation, config),
-        reference=registry.reference_of_module(module),
+        reference=reference,
         module=module,
-        checkpoint=StateDictCheckpoint(module.state_dict()),
+        checkpoint=relaid(StateDictCheckpoint(module.state_dict()), reference, config),
     )
 
 
@@ -296,7 +297,7 @@ def _from_folder(
     if source.is_text_part or has_conversions(source.model_class, source.config, raw):
         rename = _text_name if source.is_text_part else (lambda stored: stored)
         raw = convert(raw, source._bare_skeleton(), rename)
-    source.checkpoint = raw
+    source.checkpoint = relaid(raw, source.reference, source.config)
     return source
 
 

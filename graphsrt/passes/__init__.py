@@ -10,6 +10,7 @@ from graphsrt.passes.normalize import normalize
 from graphsrt.passes.page_attention import page_attention
 from graphsrt.passes.quantize_linears import quantize_linears
 from graphsrt.passes.recognize_gated_mlp import recognize_gated_mlp
+from graphsrt.passes.recognize_l2_norm import recognize_l2_norm
 from graphsrt.passes.recognize_latent_attention import recognize_latent_attention
 from graphsrt.passes.recognize_rms_norm import recognize_rms_norm
 from graphsrt.passes.recognize_rope import recognize_rope
@@ -17,14 +18,17 @@ from graphsrt.passes.runner import insert
 from graphsrt.passes.scatter_logits import scatter_logits
 from graphsrt.passes.select_logit_rows import select_logit_rows
 from graphsrt.passes.shard_tensor_parallel import shard_tensor_parallel
+from graphsrt.passes.split_attention import split_attention
 from graphsrt.passes.split_linears import split_linears
 
 PIPELINE: list[Callable[..., int]] = [
     normalize,
     recognize_rms_norm,
+    recognize_l2_norm,
     recognize_rope,
     recognize_latent_attention,
     recognize_gated_mlp,
+    split_attention,
     split_linears,
     shard_tensor_parallel,
     merge_qkv,

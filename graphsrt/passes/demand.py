@@ -298,10 +298,23 @@ def _rms_norm(ask: Ask) -> Demands:
     return _norm(ask, ask.args["x"], [ask.args["weight"]], 1)
 
 
+@rule(ops.l2_norm)
+def _l2_norm(ask: Ask) -> Demands:
+    return _norm(ask, ask.args["x"], [], 1)
+
+
 @rule(aten.layer_norm.default)
 def _layer_norm(ask: Ask) -> Demands:
     vectors = [ask.args[name] for name in ("weight", "bias") if isinstance(ask.args[name], fx.Node)]
     return _norm(ask, ask.args["input"], vectors, len(ask.args["normalized_shape"]))
+
+
+@rule(aten.rms_norm.default)
+def _plain_rms_norm(ask: Ask) -> Demands:
+    width = len(ask.args["normalized_shape"])
+    if ask.args["weight"] is not None or ask.dim > ask.last - width:
+        raise ask.refuse("a norm that was not recognised needs whole rows")
+    return [(ask.args["input"], ask.shard)]
 
 
 def _norm(ask: Ask, x: fx.Node, vectors: list[fx.Node], width: int) -> Demands:
@@ -327,13 +340,17 @@ def _attention(ask: Ask) -> Demands:
     args = ask.args
     heads, kv_heads = int(ask.shape(args["q"])[1]), int(ask.shape(args["k"])[1])
     wanted = Heads.choose(heads, kv_heads, ask.ranks)
-    if ask.layout != wanted.query:
+    group = heads // kv_heads
+    query, kv = wanted.query, wanted.kv
+    if ask.layout != query and kv_heads < ask.ranks and ask.layout.granularity % group == 0:
+        query, kv = ask.layout, ask.layout.divide(group)  # what reads the result keeps the heads of a group together
+    if ask.layout != query:
         raise ask.refuse(
             f"{heads} query and {kv_heads} KV heads over {ask.ranks} ranks are laid out as {wanted.query}",
             wanted.query,
         )
-    demands: Demands = [(args["q"], Shard(1, wanted.query))]
-    if not wanted.kv.is_everywhere:  # else every rank computes the one head that all share
-        demands += [(args["k"], Shard(1, wanted.kv)), (args["v"], Shard(1, wanted.kv))]
+    demands: Demands = [(args["q"], Shard(1, query))]
+    if not kv.is_everywhere:  # else every rank computes the one head that all share
+        demands += [(args["k"], Shard(1, kv)), (args["v"], Shard(1, kv))]
     per_head = [args[name] for name in ("sinks", "alibi_slopes") if args[name] is not None]
-    return [*demands, *((node, Shard(0, wanted.query)) for node in per_head)]
+    return [*demands, *((node, Shard(0, query)) for node in per_head)]

@@ -17,7 +17,8 @@ from graphsrt.placement import Partial, Placement, Shard
 from graphsrt.program import Program, Weight, arguments
 from graphsrt.recipes import Fill, ShardOf
 
-_NORMS = (ops.rms_norm, torch.ops.aten.layer_norm.default)
+NORMS = (ops.rms_norm, ops.l2_norm, torch.ops.aten.layer_norm.default)
+"""Norms that can run over a divided width."""
 
 
 def distribute_norm(program: Program, norm: fx.Node, place: Shard) -> list[fx.Node]:
@@ -25,7 +26,7 @@ def distribute_norm(program: Program, norm: fx.Node, place: Shard) -> list[fx.No
 
     ``place``: the placement of the norm's result and input, along its last dimension.
     """
-    assert norm.target in _NORMS, norm.target
+    assert norm.target in NORMS, norm.target
     args = arguments(norm)
     width = place.layout.size
     owned = _owned(program, place)
@@ -43,6 +44,10 @@ def distribute_norm(program: Program, norm: fx.Node, place: Shard) -> list[fx.No
         squares = call(ops_norms.sum_of_squares, x, owned, role="squares", where=Partial(), width=width)
         keywords = {name: args[name] for name in ("eps", "cast", "offset")}
         new = call(ops_norms.rms_norm_of, x, squares, args["weight"], role="norm", where=place, width=width, **keywords)
+    elif norm.target is ops.l2_norm:
+        x = args["x"]
+        squares = call(ops_norms.sum_of_squares, x, owned, role="squares", where=Partial(), width=width)
+        new = call(ops_norms.l2_norm_of, x, squares, role="norm", where=place, eps=args["eps"])
     else:
         x = args["input"]
         total = call(ops_norms.row_sum, x, owned, role="total", where=Partial())

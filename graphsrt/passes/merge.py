@@ -56,10 +56,12 @@ def merge(program: Program, linears: list[fx.Node], role: str, made_by: str) -> 
     path = first.name.rsplit(".", 1)[0] + "." if "." in first.name else ""
     parts = [arguments(linear) for linear in linears]
     weight_path = str(parts[0]["weight"].target).rsplit(".", 2)[0]
-    weight = _beside(program, [p["weight"] for p in parts], f"{weight_path}.{role}.weight")
-    bias = (
-        [] if parts[0]["bias"] is None else [_beside(program, [p["bias"] for p in parts], f"{weight_path}.{role}.bias")]
-    )
+    base, count = f"{weight_path}.{role}", 0
+    while f"{base}.weight" in program.weights:  # a layer that attends more than once
+        count += 1
+        base = f"{weight_path}.{role}_{count}"
+    weight = _beside(program, [p["weight"] for p in parts], f"{base}.weight")
+    bias = [] if parts[0]["bias"] is None else [_beside(program, [p["bias"] for p in parts], f"{base}.bias")]
     merged = program.call(
         aten.linear.default, parts[0]["input"], weight, *bias, name=f"{path}{role}", before=first, like=first
     )

@@ -28,11 +28,9 @@ def merge_qkv(
 ) -> int:
     """Merge wherever q, k and v come from three linears of one input, in at most ``limit`` places."""
     fired = 0
-    for node in program.calls(ops.attention):
+    for node, linears in _projections(program):
         if limit is not None and fired >= limit:
             break
-        args = arguments(node)
-        linears = [linear_behind(args[name]) for name in ("q", "k", "v")]
         reason = None
         if any(linear is None for linear in linears):
             reason = "q, k or v does not come straight from a linear"
@@ -52,10 +50,27 @@ def merge_qkv(
     return fired
 
 
+def _projections(program: Program) -> list[tuple[fx.Node, list[fx.Node | None]]]:
+    """An attention and the linears behind its q, k and v; attentions that share some of theirs (on halves of the heads,
+    or of the values) come together, as the first of them."""
+    found: list[tuple[fx.Node, list[fx.Node | None]]] = []
+    for node in program.calls(ops.attention):
+        behind = [linear_behind(arguments(node)[name]) for name in ("q", "k", "v")]
+        mine = set(behind) - {None}
+        together = next((linears for _, linears in found if len(mine) > 1 and mine & set(linears)), None)
+        if together is None or None in behind or None in together:
+            found.append((node, behind))
+        else:
+            together += [linear for linear in behind if linear not in together]
+    return found
+
+
 def _expected(program: Program) -> int:
     """Attention operators whose q, k and v have a linear each, whose weights no other run of the layer shares."""
-    behind = [{linear_behind(arguments(n)[x]) for x in ("q", "k", "v")} for n in program.calls(ops.attention)]
-    return sum(len(linears) == 3 and all(x is not None and not is_shared(x) for x in linears) for linears in behind)
+    return sum(
+        len(set(linears)) >= 3 and all(x is not None and not is_shared(x) for x in linears)
+        for _, linears in _projections(program)
+    )
 
 
 merge_qkv.expect = _expected  # type: ignore[attr-defined]

@@ -5,8 +5,8 @@
 
 The batch of one that transformers wants is dropped, so values are ``[T, E]``. Casts to the dtype that a value already
 has, aliases, copies, dropout outside training, whole slices, factors of one and pairs of transposes go. ``chunk`` and
-``split`` become slices, ``reshape`` and ``flatten`` become ``view`` where that copies nothing, dimensions count from
-the front.
+``split`` become slices, ``reshape`` and ``flatten`` become ``view`` where that copies nothing, ``repeat`` becomes
+``cat``, dimensions count from the front.
 
 Needs: a captured program.  Leaves: no value with a leading batch dimension, unless an operator is not known here (its
 arguments then get the dimension back and the result is still right).
@@ -142,6 +142,14 @@ class _Rewriter:
             vectors = [arguments[name] and arguments[name][0] for name in ("weight", "bias")]
             if len(arguments["normalized_shape"]) == 1:
                 return self._emit(target, x, arguments["normalized_shape"], *vectors, arguments["eps"]), batch
+        if target is aten.rms_norm.default and arguments["weight"] is None:
+            size = arguments["normalized_shape"]
+            if len(size) == 1 and (batch is None or batch < self._rank(x, batch) - 1):
+                return self._emit(target, x, size, None, arguments["eps"]), batch
+        if target is aten.repeat.default:
+            repeated = self._repeat(x, batch, list(arguments["repeats"]))
+            if repeated is not None:
+                return repeated
         if target is aten.embedding.default:
             return self._emit(target, arguments["weight"][0], arguments["indices"][0]), arguments["indices"][1]
         if target in (aten.matmul.default, aten.bmm.default):
@@ -311,6 +319,14 @@ class _Rewriter:
             return self._emit(aten.expand.default, self._with_batch(x, batch), size), None
         rest = size[:batch_out] + size[batch_out + 1 :]
         return self._emit(aten.expand.default, x, rest), batch_out
+
+    def _repeat(self, x: fx.Node, batch: int | None, repeats: list[int]) -> Value | None:
+        """A value put beside itself along one dimension is a ``cat``; None for other repetitions."""
+        many = [d for d, times in enumerate(repeats) if times != 1]
+        if len(repeats) != self._rank(x, batch) or len(many) != 1 or many[0] == batch:
+            return None
+        (dim,) = many
+        return self._emit(aten.cat.default, [x] * repeats[dim], self._without(dim, batch)), batch
 
     def _by_dim(self, target: Any, arguments: dict[str, Any]) -> Value:
         first = next(iter(arguments))

@@ -15,6 +15,7 @@ import torch.fx as fx
 from graphsrt import ops
 from graphsrt.passes import demand_latent  # noqa: F401  (its rule registers itself)
 from graphsrt.passes.demand import CREATORS, Refusal, demand
+from graphsrt.passes.distributed_norm import NORMS
 from graphsrt.placement import Layout, Shard
 from graphsrt.program import Program, arguments, aten
 
@@ -166,7 +167,7 @@ class Search:
 
 def is_over_width(node: fx.Node, place: Shard) -> bool:
     """Whether ``place`` divides the width that a norm runs over."""
-    return node.target in (ops.rms_norm, aten.layer_norm.default) and place.dim == node.meta["val"].dim() - 1
+    return node.target in NORMS and place.dim == node.meta["val"].dim() - 1
 
 
 def left_whole(program: Program, choice: Choice, sums: set[fx.Node]) -> list[fx.Node]:

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 import graphsrt
 from graphsrt.models import registry
+from graphsrt.models.checkpoint import Checkpoint, StateDictCheckpoint
+from graphsrt.models.conversion import relaid
 from tests.support import captures, references, tiny
 
 TOLERANCE = 1e-5
@@ -35,8 +37,15 @@ def ours(name: str) -> Any:
     kind = registry.reference_of_module(net)
     assert kind is not None
     made = kind(net.config).double()
-    made.load_state_dict(net.state_dict())
+    kept = stored(name)
+    made.load_state_dict({tensor: kept.read(tensor) for tensor in kept.names()})
     return made.requires_grad_(False)
+
+
+def stored(name: str) -> Checkpoint:
+    """transformers' weights under the names and in the layouts of the reference model."""
+    net = theirs(name)
+    return relaid(StateDictCheckpoint(net.state_dict()), registry.reference_of_module(net), net.config)
 
 
 def logits(net: Any, ids: list[int]) -> torch.Tensor:
@@ -52,7 +61,10 @@ def test_every_reference_has_a_config_here() -> None:
 def test_equal_to_transformers(name: str) -> None:
     """The same parameters, the same numbers; short enough to be read."""
     net, mine = theirs(name), ours(name)
-    assert {n: p.shape for n, p in mine.named_parameters()} == {n: p.shape for n, p in net.named_parameters()}
+    there, buffers = stored(name), {n for n, _ in net.named_buffers()}
+    assert {n: tuple(p.shape) for n, p in mine.named_parameters(remove_duplicate=False)} == {
+        n: there.shape(n) for n in there.names() if n not in buffers
+    }
     ids = tiny.tokens(37)
     for length in (1, 2, 7, 37):
         want = references.eager_logits(net, ids[:length])
@@ -99,6 +111,10 @@ PARTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "bloom slopes": ("bloom", lambda net: net.transformer.slopes.zero_()),
     "bloom slopes of other heads": ("bloom", lambda net: net.transformer.slopes.copy_(net.transformer.slopes.flip(0))),
     "bloom residual": ("bloom_post_norm", without("residual_is_normed", False)),
+    "dbrx clip": ("dbrx", without("clip", None)),
+    "dbrx weights of experts": ("dbrx", without("power", None)),
+    "jetmoe experts": ("jetmoe", without("top_k", 1)),
+    "jetmoe rope": ("jetmoe", lambda net: net.model.rotary_emb.inv_freq.zero_()),
     "falcon slopes": ("falcon_alibi", lambda net: net.transformer.slopes.zero_()),
     "falcon rope": ("falcon", lambda net: net.transformer.rotary_emb.inv_freq.zero_()),
     "llama4 chunks": ("llama4", without("chunk", None)),
@@ -131,7 +147,7 @@ def test_every_part_counts(part: str) -> None:
     assert tiny.worst(logits(mine, ids), before) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "openai_gpt"])
+@pytest.mark.parametrize("name", ["bloom", "mpt", "openai_gpt", "dbrx", "jetmoe"])
 def test_from_a_folder(name: str, tmp_path: Path) -> None:
     """A saved checkpoint is loaded by name, ties included; each rank reads its own heads' slopes and rows."""
     net = theirs(name)

@@ -22,6 +22,15 @@ _LLAMA: dict[str, Any] = {**_PLAIN, "intermediate_size": 52, "num_key_value_head
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", _GPT),
     "bloom_post_norm": ("BloomConfig", {**_GPT, "apply_residual_connection_post_layernorm": True}),
+    "dbrx": (
+        "DbrxConfig",
+        {
+            "vocab_size": tiny.VOCAB, "d_model": _WIDTH, "n_layers": 2, "n_heads": HEADS, "max_seq_len": 64,
+            "attn_config": {"clip_qkv": 0.9, "kv_n_heads": 3, "rope_theta": 500.0},
+            "ffn_config": {"ffn_hidden_size": 14, "moe_num_experts": 5, "moe_top_k": 2, "hidden_size": _WIDTH,
+                           "moe_normalize_expert_weights": 2.0},
+        },
+    ),
     "falcon": ("FalconConfig", {**_FALCON, "bias": True}),
     "falcon_grouped": ("FalconConfig", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 3}),
     "falcon_one_norm": (
@@ -42,6 +51,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox_japanese": (
         "GPTNeoXJapaneseConfig",
         {**_PLAIN, "intermediate_multiple_size": 2, "partial_rotary_factor": 0.6},
+    ),
+    "jetmoe": (
+        "JetMoeConfig",
+        {
+            "vocab_size": tiny.VOCAB, "hidden_size": 34, "num_hidden_layers": 2, "num_key_value_heads": 3,
+            "kv_channels": HEAD_SIZE, "intermediate_size": 14, "num_local_experts": 5, "num_experts_per_tok": 2,
+            "max_position_embeddings": 64,
+        },
     ),
     "llama4": (
         "Llama4TextConfig",
