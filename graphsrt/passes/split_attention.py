@@ -124,7 +124,7 @@ class _Cutter:
             keys = [up(args[name], 1, start // group, end // group) for name in "kv"]
             return self._call(value, up(args["q"]), *keys, before=before, **value.kwargs)
         if value.target in _ROWWISE and dim < value.meta["val"].dim() - 1:
-            return self._call(value, up(value.args[0]), *value.args[1:], before=before, **value.kwargs)
+            return self._call(value, up(args["x"]), *value.args[1:], before=before, **value.kwargs)
         if value.target is aten.cat.default and args["dim"] != dim:
             return self._call(value, [up(part) for part in args["tensors"]], args["dim"], before=before)
         if value.target is aten.cat.default:
@@ -153,8 +153,9 @@ class _Cutter:
         return self._call(value, inner, args["dim0"], args["dim1"], before=before)
 
     def _call(self, like: fx.Node, *given: Any, before: fx.Node, target: Any = None, **keywords: Any) -> fx.Node:
+        operator: Any = target or like.target
         node = self.program.call(
-            target or like.target, *given, name=f"{like.name}.part", before=before, like=like, **keywords
+            operator, *given, name=f"{like.name}.part", before=before, like=like, **keywords
         )  # fmt: skip
         node.meta["made_by"] = (*like.meta.get("made_by", ()), "split_attention")
         self.program.infer([node])
