@@ -19,6 +19,7 @@ from graphsrt import (  # noqa: F401  (their rules register themselves)
     check_rules_collectives,
     check_rules_experts,
     check_rules_fp8,
+    check_rules_fused,
     check_rules_latent,
     check_rules_norms,
     check_rules_products,

@@ -141,8 +141,15 @@ class Sizes:
 
 def cost(sizes: Sizes, node: fx.Node) -> Cost:
     """The cost of one operator on one rank."""
+    if node.target in ops.AFTER_ALL_REDUCE:
+        return _collective_cost(sizes, node) + _local_cost(sizes, node)
     if node.target in ops.COLLECTIVES:
         return _collective_cost(sizes, node)
+    return _local_cost(sizes, node)
+
+
+def _local_cost(sizes: Sizes, node: fx.Node) -> Cost:
+    """What a rank does by itself; of an operator that begins with a sum over ranks, what it does with the sum."""
     if is_view(sizes, node):
         return Cost()
     flops = _flops(sizes, node)
@@ -171,6 +178,7 @@ def cost(sizes: Sizes, node: fx.Node) -> Cost:
 GATHERED: dict[Any, tuple[str, str | None]] = {
     ops.vocab_embedding: ("weight", None),
     ops.rope: ("table", "positions"),
+    ops.qk_norm_rope: ("table", "positions"),
     aten.embedding.default: ("weight", None),
     aten.index_select.default: ("self", None),
     aten.index.Tensor: ("self", None),
@@ -316,8 +324,8 @@ FLOPS: dict[Any, tuple[Counter, tuple[str, str]]] = {
 """Operators with FLOPs that count, how to count them, and their two operands."""
 
 MEMORY_ONLY: set[Any] = {
-    ops.kv_write, ops.rms_norm, ops.l2_norm, ops.add_rms_norm, ops.rope, ops.glu, ops.silu_mul, ops.vocab_embedding,
-    ops.fp8_scale, ops.quantize_fp8,
+    ops.kv_write, ops.rms_norm, ops.l2_norm, ops.add_rms_norm, ops.add_layer_norm, ops.rope, ops.qk_norm_rope, ops.glu,
+    ops.silu_mul, ops.vocab_embedding, ops.fp8_scale, ops.quantize_fp8,
 }  # fmt: skip
 """Our operators that compute a few FLOPs for each number that they read: memory decides their time."""
 
@@ -362,7 +370,9 @@ def _collective_cost(sizes: Sizes, node: fx.Node) -> Cost:
         return Cost()
     if node.target is ops.take_own:
         return Cost(activation_bytes=2 * sizes.bytes(node))  # its part is read and written; nothing is sent
-    return Cost(sent_bytes=ring_bytes(node.target, sizes.bytes(args["x"]), ranks), num_collectives=1)
+    return Cost(
+        sent_bytes=ring_bytes(ops.kind_of_collective(node.target), sizes.bytes(args["x"]), ranks), num_collectives=1
+    )
 
 
 def ring_bytes(target: Any, num_bytes: int, ranks: int) -> int:

@@ -15,7 +15,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -434,6 +434,20 @@ take_own = _collective(
     lambda x, *, dim, axis, size: _resized(x, dim, 1, size),
 )
 
+AFTER_ALL_REDUCE: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
+"""Collective that begins with an all_reduce of its first argument -> the operator that gets the sum in its place."""
+
+
+def kind_of_collective(target: Any) -> Any:
+    """What a collective does on the wire: all_reduce, all_gather, reduce_scatter or take_own."""
+    return all_reduce if target in AFTER_ALL_REDUCE else target
+
+
+def count_collectives(targets: Iterable[Any]) -> tuple[int, int]:
+    """How many of these operators are reductions, and how many are gathers."""
+    kinds = [kind_of_collective(target) for target in targets]
+    return kinds.count(all_reduce) + kinds.count(reduce_scatter), kinds.count(all_gather)
+
 
 # -- families in files of their own: they register themselves ---------------------------------------------------------
 
@@ -441,6 +455,10 @@ from graphsrt.ops_experts import moe_experts as moe_experts  # noqa: E402
 from graphsrt.ops_fp8 import fp8_linear as fp8_linear  # noqa: E402
 from graphsrt.ops_fp8 import fp8_scale as fp8_scale  # noqa: E402
 from graphsrt.ops_fp8 import quantize_fp8 as quantize_fp8  # noqa: E402
+from graphsrt.ops_fused import add_layer_norm as add_layer_norm  # noqa: E402
+from graphsrt.ops_fused import all_reduce_add_layer_norm as all_reduce_add_layer_norm  # noqa: E402
+from graphsrt.ops_fused import all_reduce_add_rms_norm as all_reduce_add_rms_norm  # noqa: E402
+from graphsrt.ops_fused import qk_norm_rope as qk_norm_rope  # noqa: E402
 from graphsrt.ops_latent import latent_attention as latent_attention  # noqa: E402
 from graphsrt.ops_latent import radix_latent_attention as radix_latent_attention  # noqa: E402
 from graphsrt.ops_norms import l2_norm as l2_norm  # noqa: E402

@@ -243,8 +243,8 @@ def plan_program(
     if ranks > device.max_ranks:
         notes.append(f"{ranks} ranks are more than the {device.max_ranks} that the links of {device.name} join")
     prefill, decode = (_step_plan(program, size, device, ranks) for size in sizes)
-    sending = [node.target for node in program.nodes if node.target in ops.COLLECTIVES - {ops.take_own}]
-    names = [target_name(target).removeprefix("graphsrt.") for target in sending if ranks > 1]
+    kinds = [ops.kind_of_collective(node.target) for node in program.nodes if node.target in ops.COLLECTIVES]
+    names = [target_name(kind).removeprefix("graphsrt.") for kind in kinds if ranks > 1 and kind is not ops.take_own]
     return RankPlan(
         program.name, str(program.dtype).removeprefix("torch."), ranks, device, context, batch,
         weights=sum((split(weight_bytes(w), w.placement, ranks) for w in program.weights.values()), Split()),

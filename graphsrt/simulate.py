@@ -92,7 +92,10 @@ def _last_uses(program: Program) -> dict[fx.Node, list[fx.Node]]:
 def _run(node: fx.Node, values: dict[fx.Node, Values], ranks: int) -> Values:
     if node.target in ops.COLLECTIVES:
         args = arguments(node)
-        return COLLECTIVE[node.target](values[args["x"]], args)
+        reduced = COLLECTIVE[ops.kind_of_collective(node.target)](values[args["x"]], args)
+        if node.target not in ops.AFTER_ALL_REDUCE:
+            return reduced
+        return [_after_all_reduce(node, values, rank, reduced[rank]) for rank in range(ranks)]
     results: Values = []
     for rank in range(ranks):
         args, kwargs = map_arguments(node, lambda a: values[a][rank])  # noqa: B023
@@ -103,11 +106,18 @@ def _run(node: fx.Node, values: dict[fx.Node, Values], ranks: int) -> Values:
     return results
 
 
+def _after_all_reduce(node: fx.Node, values: dict[fx.Node, Values], rank: int, reduced: torch.Tensor) -> Any:
+    """What a rank does with the sum that a fused operator begins with."""
+    (_, *args), kwargs = map_arguments(node, lambda a: values[a][rank])
+    rest = {name: value for name, value in kwargs.items() if name != "axis"}
+    return ops.AFTER_ALL_REDUCE[node.target](reduced, *args, **rest)  # type: ignore[index]
+
+
 def _all_reduce(local: Values, args: dict[str, Any]) -> Values:
     """Summed in rank order; half precision accumulates in float32 and rounds once, as the process collectives do."""
     dtype = local[0].dtype
     wide = [x.to(torch.float32) if dtype in (torch.bfloat16, torch.float16) else x for x in local]
-    total = reduce(torch.add, wide) if args["op"] == "sum" else reduce(torch.maximum, wide)
+    total = reduce(torch.add, wide) if args.get("op", "sum") == "sum" else reduce(torch.maximum, wide)
     return [total.to(dtype).clone() for _ in local]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graphsrt import ops
 from graphsrt.costs import slot_bytes
 from graphsrt.dump import pass_table, weight_bytes
 from graphsrt.lowering.region_cache import CompileStats
@@ -32,11 +33,9 @@ def summary_text(stages: Stages, stats: CompileStats | None) -> str:
         lines.append(f"  not divided       {miss.node}: {miss.reason}")
     if "kv_pool" in program.inputs:
         lines.append(f"KV of a token       {_bytes(kv_bytes(program))} on each rank")
-    reductions = program.count("graphsrt::all_reduce") + program.count("graphsrt::reduce_scatter")
+    reductions, gathers = ops.count_collectives(node.target for node in program.nodes)
     if ranks > 1:
-        lines.append(
-            f"collectives         {reductions} reductions, {program.count('graphsrt::all_gather')} gathers a step"
-        )
+        lines.append(f"collectives         {reductions} reductions, {gathers} gathers a step")
     if stats is not None:
         lines.append(f"compiled            {stats}")
     return "\n".join(lines)

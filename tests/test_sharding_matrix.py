@@ -63,8 +63,7 @@ def check_all_is_sharded(family: str, num_heads: int, kv_heads: int, tp: int, la
     program = sharded.program()
     report = next(r for r in program.history if r.name == "shard_tensor_parallel")
     assert report.fired == report.expected and not report.near_misses
-    assert program.count("graphsrt::all_reduce") == 2 * layers + 1
-    assert program.count("graphsrt::all_gather") == 0
+    assert ops.count_collectives(node.target for node in program.nodes) == (2 * layers + 1, 0)
     assert not program.calls(aten.embedding.default)
     for node in [*program.calls(aten.linear.default), *program.calls(ops.vocab_embedding)]:
         weight = program.weight_of(node.args[1])

@@ -145,7 +145,7 @@ def _is_latent(program: Program, node: fx.Node) -> bool:
             if user.op != "call_function" or user.target in ops.COLLECTIVES or user.target in ops.ATTENTIONS:
                 return False
             stack.append(user)
-    sums = [value for value in seen if value.target in (aten.add.Tensor, ops.add_rms_norm)]
+    sums = [value for value in seen if value.target in (aten.add.Tensor, ops.add_rms_norm, ops.add_layer_norm)]
     return all(used in seen for value in sums for used in value.all_input_nodes if used.op == "call_function")
 
 
@@ -167,6 +167,7 @@ def _makes_latent(node: fx.Node) -> bool:
 
 def _sizes(node: fx.Node) -> list[int]:
     val = node.meta.get("val")
+    val = val[0] if isinstance(val, tuple) else val
     return [size if isinstance(size, int) else -1 for size in getattr(val, "shape", ())]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graphsrt import ops
 from graphsrt.errors import CompileError, explain
+from graphsrt.lowering.decompose import decompose
 from graphsrt.lowering.region_cache import CompileStats, Progress, compile_regions, load
 from graphsrt.lowering.regions import (
     Formal,
@@ -79,6 +80,7 @@ class Executable:
         if backend not in ("inductor", "eager"):
             raise ValueError(f'unknown backend {backend!r}: "inductor" or "eager"')
         _check_weights(program, weights)
+        program = decompose(program)
         self.program = program
         self.backend: Backend = backend
         self._collectives = collectives

@@ -29,6 +29,7 @@ from graphsrt import ops
 from graphsrt.cache import cache_dir, writing
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering import inductor
+from graphsrt.lowering.decompose import decompose
 from graphsrt.lowering.kernels.build import _cpu_flags
 from graphsrt.lowering.regions import Region, cut, distinct_regions
 from graphsrt.program import Program, target_from_name
@@ -63,7 +64,7 @@ def compile_regions(
     if torch.device(device).type != "cpu":
         raise CompileError(explain(f"regions are compiled for the CPU, not for {device}", hint='use backend="eager"'))
     started = time.perf_counter()
-    regions = distinct_regions(cut(program))
+    regions = distinct_regions(cut(decompose(program)))
     missing = [region for region in regions if not is_intact(region)]
     stats = CompileStats(distinct=len(regions))
     for place in filter(Path.exists, map(folder, missing)):

@@ -2,7 +2,11 @@
 
 from collections.abc import Callable
 
+from graphsrt.passes.fuse_add_layer_norm import fuse_add_layer_norm
 from graphsrt.passes.fuse_add_rms_norm import fuse_add_rms_norm
+from graphsrt.passes.fuse_all_reduce_add_layer_norm import fuse_all_reduce_add_layer_norm
+from graphsrt.passes.fuse_all_reduce_add_rms_norm import fuse_all_reduce_add_rms_norm
+from graphsrt.passes.fuse_qk_norm_rope import fuse_qk_norm_rope
 from graphsrt.passes.fuse_silu_mul import fuse_silu_mul
 from graphsrt.passes.merge_gate_up import merge_gate_up
 from graphsrt.passes.merge_qkv import merge_qkv
@@ -38,6 +42,10 @@ PIPELINE: list[Callable[..., int]] = [
     select_logit_rows,
     scatter_logits,
     fuse_add_rms_norm,
+    fuse_add_layer_norm,
+    fuse_all_reduce_add_rms_norm,
+    fuse_all_reduce_add_layer_norm,
+    fuse_qk_norm_rope,
     fuse_silu_mul,
 ]
 

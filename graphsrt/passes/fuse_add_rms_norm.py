@@ -3,7 +3,7 @@
     h = add(residual, x); n = rms_norm(h, weight)  →  n, h = add_rms_norm(x, residual, weight)
 
 Needs: recognize_rms_norm.  Leaves: ``graphsrt::add_rms_norm`` where x, the residual and the norm have one shape and
-dtype; a norm of a value that is not such a sum (the first layer's) stays.
+dtype; a norm of a value that is not such a sum (the first layer's) stays, and a near miss says what it norms.
 Numerics: exact; the sum is rounded to its dtype before the norm, as the two operators do.
 Source: ours; the fused kernel is common to vLLM, SGLang and TensorRT-LLM.
 """
@@ -15,16 +15,17 @@ from typing import Any
 import torch
 
 from graphsrt import ops
+from graphsrt.passes.norm_forms import residual_sum, taken, why_no_sum
 from graphsrt.passes.rewriter import Matched, rewrite
-from graphsrt.program import Program, aten
+from graphsrt.program import Program
 
 
 def _sums_normed(program: Program) -> int:
     """Norms whose input is the sum of two values of their own shape."""
     count = 0
     for norm in program.calls(ops.rms_norm):
-        total: Any = norm.args[0]
-        if getattr(total, "target", None) is aten.add.Tensor and len(total.all_input_nodes) == 2:
+        total = residual_sum(norm)
+        if total is not None:
             count += all(program.shape(a) == program.shape(norm) for a in total.all_input_nodes)
     return count
 
@@ -50,3 +51,8 @@ def _(x: Matched, residual: Matched) -> str | None:
 def _(x: Any, residual: Any, weight: Any, *, eps: float, cast: str, offset: float) -> Any:
     pair = ops.add_rms_norm(x, residual, weight, eps=eps, cast=cast, offset=offset)
     return pair[0], pair[1]
+
+
+@fuse_add_rms_norm.otherwise(ops.rms_norm, ops.all_reduce_add_rms_norm)
+def _(norm: Matched) -> str | None:
+    return why_no_sum(norm.node) if norm.node.target is ops.rms_norm else taken(norm.node)

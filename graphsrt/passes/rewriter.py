@@ -123,6 +123,7 @@ class Rewrite:
         self.after = after
         self.replacement: Callable = _no_replacement
         self.condition: Callable | None = None
+        self.words: tuple[tuple[Any, ...], Callable[[Matched], str | None]] = ((), lambda _: None)
 
     def becomes(self, replacement: Callable) -> Callable:
         """Decorator: the replacement, with the pattern's parameters."""
@@ -133,6 +134,16 @@ class Rewrite:
         """Decorator: the condition; returns None for yes, or the reason for no."""
         self.condition = condition
         return condition
+
+    def otherwise(self, *targets: Any) -> Callable[[Callable], Callable]:
+        """Decorator: why an operator of these kinds is left as it is, where no near miss says it (None: no reason is
+        due). The function gets the operator's value."""
+
+        def keep(words: Callable[[Matched], str | None]) -> Callable:
+            self.words = (targets, words)
+            return words
+
+        return keep
 
     def also(self, **attributes: Any) -> Callable[[Callable], Callable]:
         """Decorator: one more spelling with the same parameters; ``attributes`` go to the replacement."""
@@ -156,6 +167,7 @@ class Rewrite:
         Near misses are appended to the list given, and so is the first result of every rewrite made (``sites``).
         """
         fired = 0
+        told: set[str] = set()
         patterns = self._patterns(program)
         anchors: set[Any] = {p.outputs[0].target for p in patterns}
         for anchor in program.calls(*anchors):
@@ -171,7 +183,19 @@ class Rewrite:
                     sites.append(made)
             elif miss is not None and near_misses is not None:
                 near_misses.append(miss)
+                told |= {anchor.name, miss.node}
+        if near_misses is not None and limit is None:
+            near_misses += self._left(program, told)
         return fired
+
+    def _left(self, program: Program, told: set[str]) -> Iterator[NearMiss]:
+        targets, words = self.words
+        for node in program.calls(*targets):
+            if node.name in told or self.__name__ in node.meta.get("made_by", ()):
+                continue
+            reason = words(Matched(program, node))
+            if reason is not None:
+                yield NearMiss(node.name, node.meta.get("module", ""), reason)
 
     def nearest(self, program: Program) -> list[NearMiss]:
         """Where the pattern comes closest, best first, however far that is from a match; the program is left alone.

@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphsrt import ops
 from graphsrt.dump import versions, weight_bytes
 from graphsrt.program import NearMiss, PassReport
 from graphsrt.report.figures import figures, size_text
@@ -97,8 +98,7 @@ def _facts(traced: Traced) -> list[tuple[str, str]]:
     if "kv_pool" in final.inputs:
         facts.append(("KV of a token", f"{size_text(kv_bytes(final))} on each rank"))
     if ranks > 1:
-        reductions = final.count("graphsrt::all_reduce") + final.count("graphsrt::reduce_scatter")
-        gathers = final.count("graphsrt::all_gather")
+        reductions, gathers = ops.count_collectives(node.target for node in final.nodes)
         facts.append(("collectives of a step", f"{_count(reductions, 'reduction')}, {_count(gathers, 'gather')}"))
     if context := final.constants.get("context_length"):
         facts.append(("context", f"{context:,} tokens"))

@@ -702,7 +702,7 @@
     };
     for (const node of graph.nodes) {
       const placement = placementOf(node.row);
-      const isCollective = node.kind === "own" && COLLECTIVES.has(node.label);
+      const isCollective = node.kind === "own" && (COLLECTIVES.has(node.label) || node.label.startsWith("all_reduce_"));
       const kinds = ["node", placement, node.kind, isCollective ? "collective" : ""].filter(Boolean).join(" ");
       const own = node.kind === "own";
       const name = own ? shown(node.row[NAME], segment, segment.layer) : node.name;

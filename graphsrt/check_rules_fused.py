@@ -1,0 +1,46 @@
+"""Operators that fusions make: rules of :mod:`graphsrt.check_rules`."""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from graphsrt import ops
+from graphsrt.check_rules import SUM, WHOLE, Call, Held, Refused, describe, not_partial, rule
+from graphsrt.check_rules_collectives import _axis
+from graphsrt.check_rules_norms import _norm
+from graphsrt.placement import Shard
+
+
+@rule(ops.add_layer_norm)
+def _add_layer_norm(call: Call) -> tuple[Held, Held]:
+    vectors = [call.args[n] for n in ("weight", "bias") if isinstance(call.args[n], fx.Node)]
+    held = _norm(call, [call.args["x"], call.args["residual"]], vectors, 1)
+    return held, held
+
+
+@rule(ops.all_reduce_add_rms_norm, ops.all_reduce_add_layer_norm)
+def _all_reduce_add_norm(call: Call) -> tuple[Held, ...]:
+    """Only the first argument is summed over ranks; what it meets then must be the same on all of them."""
+    held = _axis(call)
+    if held != SUM:
+        raise Refused("only a sum that is not complete may be summed", "P(sum)", str(held))
+    for node in call.node.all_input_nodes:
+        if node is not call.args["x"] and call.held[node] != WHOLE:
+            raise Refused(f"{node.name} meets the sum over all ranks", "R", str(call.held[node]))
+    if call.args["residual"] is call.args["x"]:
+        raise Refused("the residual is a sum that is not complete", "R", str(held))
+    return tuple(WHOLE for _ in call.node.meta["val"])
+
+
+@rule(ops.qk_norm_rope)
+def _qk_norm_rope(call: Call) -> tuple[Held, Held]:
+    for name in ("q_weight", "k_weight", "positions", "table"):
+        if call.of(name) != WHOLE:
+            raise Refused(f"the {name} of normed and rotated heads differs from rank to rank", "R", str(call.of(name)))
+    for name in ("q", "k"):
+        place = not_partial(call, name)
+        if isinstance(place, Shard) and place.dim != 1:
+            raise Refused(
+                "a norm of heads and a rope need whole heads and all tokens", "S(1), by heads", describe(place)
+            )
+    return call.of("q"), call.of("k")
