@@ -156,7 +156,9 @@ def meta_model(config: Any, model_class: type, dtype: torch.dtype) -> nn.Module:
     """The model of a config on the meta device, its computed buffers (rotary frequencies, scales) filled in."""
     with torch.device("meta"), _default_dtype(dtype):
         model = model_class(copy.deepcopy(config))
-    for module in model.modules():
+    owners: dict[str, Any] = {"": model}  # each module's nearest pretrained model, which knows how to fill it
+    for path, module in model.named_modules():
+        owners[path] = module if hasattr(module, "_init_weights") else owners[path.rpartition(".")[0]]
         unfilled = [n for n, b in module._buffers.items() if b is not None and b.is_meta and _computed(module, n)]
         if not unfilled:
             continue
@@ -164,7 +166,7 @@ def meta_model(config: Any, model_class: type, dtype: torch.dtype) -> nn.Module:
             buffer = module._buffers[name]
             filler = float("nan") if buffer.is_floating_point() else -(2**31)
             module._buffers[name] = torch.full(buffer.shape, filler, dtype=buffer.dtype, device="cpu")
-        model._init_weights(module)
+        owners[path]._init_weights(module)
         for name in unfilled:
             buffer = module._buffers[name]
             if (torch.isnan(buffer) if buffer.is_floating_point() else buffer == -(2**31)).any():

@@ -11,7 +11,9 @@ from torch import nn
 
 import graphsrt
 from graphsrt import ops
-from graphsrt.capture import _attention
+from graphsrt.capture import _attention, meta_model
+from graphsrt.coverage.architectures import model_class
+from graphsrt.coverage.tiny_config import tiny_config
 from graphsrt.errors import CompileError
 from graphsrt.program import arguments
 from graphsrt.testing import check_ranks
@@ -193,3 +195,11 @@ def test_arguments() -> None:
         graphsrt.trace(config, dtype="float12")
     with pytest.raises(ValueError, match="context_length must be positive"):
         graphsrt.trace(config, context_length=-1)
+
+
+def test_buffers_are_computed_by_the_model_around_them() -> None:
+    """Gemma-3n's text model knows how its scales are made; the causal LM around it does not."""
+    config = tiny_config("gemma3n_text")
+    model = meta_model(config, model_class("gemma3n_text"), torch.float32)
+    scale = dict(model.named_buffers())["model.per_layer_projection_scale"]
+    assert scale.item() == pytest.approx(config.hidden_size**-0.5)

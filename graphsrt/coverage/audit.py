@@ -71,6 +71,8 @@ def _bytes(program: Program, ranks: int, result: Audit) -> None:
                 whole["tables"] += size
             elif all(_is_latent(program, user) for user in users):
                 whole["latents"] += size
+            elif all(_is_bottleneck(user) or _feeds_bottlenecks(user) for user in users):
+                whole["bottlenecks"] += size
             else:
                 left.append(f"{name} {list(weight.shape)}")
                 whole["matrices"] += size
@@ -163,6 +165,54 @@ def _makes_latent(node: fx.Node) -> bool:
                 seen.add(user)
                 stack.append((user, more))
     return False
+
+
+NARROW = 4
+"""How many times narrower a bottleneck is than what it reads and gives back, at least."""
+
+
+def _is_bottleneck(node: fx.Node) -> bool:
+    """Whether a whole linear is one of a pair E → w → E with w much smaller than E: the sum of E numbers of each token
+    that dividing them would take costs more than to read them."""
+    if node.target is not aten.linear.default:
+        return False
+    read, made = _sizes(node.args[0])[-1], _sizes(node)[-1]  # type: ignore[arg-type]
+    if read > made:
+        return made * NARROW <= read and any(_sizes(after)[-1] == read for after in _next_linears(node))
+    behind, seen = [node.args[0]], set()
+    while behind:
+        value = behind.pop()
+        if not isinstance(value, fx.Node) or value in seen or value.target in (*ops.COLLECTIVES, *ops.ATTENTIONS):
+            continue
+        seen.add(value)
+        if value.target is aten.linear.default:
+            if _sizes(value)[-1] * NARROW <= _sizes(value.args[0])[-1] == made:  # type: ignore[arg-type]
+                return True
+        else:
+            behind += value.all_input_nodes
+    return False
+
+
+def _feeds_bottlenecks(node: fx.Node) -> bool:
+    """Whether a linear's result goes into bottlenecks only, between their two linears: Gemma's inputs of each layer."""
+    after = _next_linears(node)
+    return bool(after) and all(_sizes(one)[-1] > _sizes(one.args[0])[-1] and _is_bottleneck(one) for one in after)  # type: ignore[arg-type]
+
+
+def _next_linears(node: fx.Node) -> list[fx.Node]:
+    """The linears that read a linear's result without another one between."""
+    found: dict[fx.Node, None] = {}
+    stack, seen = [node], {node}
+    while stack:
+        for user in stack.pop().users:
+            if user in seen or user.op != "call_function" or user.target in ops.ATTENTIONS:
+                continue
+            seen.add(user)
+            if user.target is aten.linear.default:
+                found[user] = None
+            else:
+                stack.append(user)
+    return list(found)
 
 
 def _sizes(node: fx.Node) -> list[int]:

@@ -110,12 +110,13 @@ windows shorter than the text, biases and routers random) that transformers buil
 captured once, divided over 1, 2, 4 and 8 ranks, and executed in float64 on all of them in one process.
 
 `ok`: every matrix of attention, MLP, experts, embedding and head is divided (latents are made whole on each rank, as
-replicated KV heads are); there are no more collectives than needed (two in a layer, one in a parallel one, one each for
-embedding and logits; those of one value a token, which norms over a divided width take, are not counted); logits of 1,
-2, 7 and 37 tokens agree with transformers' eager code to 1e-5 of the largest one (it computes norms and softmax in
-float32) and with one rank to 1e-10; and so do those of two sequences that go through the paged pool in chunks and
-single tokens, in the same steps. `partly`: right, but something stays whole or costs a collective more. `refused`: no
-program; the reason is given. `wrong`: the numbers differ.
+replicated KV heads are; so are bottlenecks, a pair of linears through at most a quarter of the width, where dividing
+them would take a sum of its own); there are no more collectives than needed (two in a layer, one in a parallel one,
+one each for embedding and logits; those of one value a token, which norms over a divided width take, are not counted);
+logits of 1, 2, 7 and 37 tokens agree with transformers' eager code to 1e-5 of the largest one (it computes norms and
+softmax in float32) and with one rank to 1e-10; and so do those of two sequences that go through the paged pool in
+chunks and single tokens, in the same steps. `partly`: right, but something stays whole or costs a collective more.
+`refused`: no program; the reason is given. `wrong`: the numbers differ.
 
 Bytes: of one rank, in units of its share (total / tp). Whole: what of that is on every rank in any case, as a part of
 the total. Collectives: of the first, the second, … layer, then those of embedding and logits, then small ones. Error:

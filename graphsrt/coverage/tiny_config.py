@@ -223,7 +223,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_num_key_value_heads": lambda s: s.heads,
     },
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": lambda s: s.kv_heads},
-    "gemma4_text": {"global_head_dim": 20},
+    "gemma4_text": {  # keys are values without a window, and the last two layers have none of their own
+        "global_head_dim": 20, "attention_k_eq_v": True, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "num_global_key_value_heads": lambda s: 3 if s.kv_heads % 2 else 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "gemma4_unified_text": {"global_head_dim": 20},
     "mimo_v2_flash": {  # layers with a window have twice as many KV heads
         "num_attention_heads": lambda s: s.heads if s.heads % (2 * s.kv_heads) == 0 else 12,

@@ -1,4 +1,4 @@
-"""Which pool, and which of its layers, holds the keys and values that each attention reads: for ``page_attention``.
+"""Which attentions read the same keys and values; which pool, and which of its layers, holds them.
 
 Layers of one shape share a pool. An attention to the very keys and values that an earlier one attended to reads what
 that one has written.
@@ -40,7 +40,7 @@ def kv_layers(nodes: Sequence[fx.Node]) -> dict[fx.Node, KVLayer]:
     """The place of each attention, given in the order of the program. Pools are numbered by the first layer that they
     hold, and layers in a pool follow the model's."""
     writers: dict[Hashable, fx.Node] = {}
-    reads = {node: writers.setdefault(_identity(node), node) for node in nodes}
+    reads = {node: writers.setdefault(kv_identity(node), node) for node in nodes}
     pools: dict[Hashable, list[fx.Node]] = {}
     for node in sorted(writers.values(), key=lambda n: arguments(n)["layer_id"]):
         pools.setdefault(_kind(node), []).append(node)
@@ -58,8 +58,11 @@ def _remembered(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return args[first], args[second]
 
 
-def _identity(node: fx.Node) -> Hashable:
-    """The same for two attentions if they attend to the same values, each through views of its own."""
+def kv_identity(node: fx.Node) -> Hashable:
+    """The same for two attentions if they attend to the same values, each through views of its own; a paged one is
+    like no other."""
+    if node.target not in _REMEMBERED:
+        return node
     return tuple(_value(used) for used in _remembered(node))
 
 

@@ -91,6 +91,40 @@ def test_more_ranks_than_kv_heads() -> None:
     )
 
 
+def test_layers_that_share_keys_are_divided_together(tp: int = 2) -> None:
+    """Six query heads and three KV heads: two attentions read the same keys, so both get the same heads of them."""
+
+    def block(x: Any, q: Any, k: Any, v: Any, o: Any, q1: Any, o1: Any) -> Any:
+        key, value = (F.linear(x, w).view(-1, 3, 4) for w in (k, v))
+        for layer, (query, out) in enumerate([(q, o), (q1, o1)]):
+            heads = ops.attention(F.linear(x, query).view(-1, 6, 4), key, value, layer_id=layer, scale=0.5)
+            x = torch.tanh(x + F.linear(heads.view(-1, 24), out))
+        return x
+
+    weights = {"q": (24, 10), "k": (12, 10), "v": (12, 10), "o": (10, 24), "q1": (24, 10), "o1": (10, 24)}
+    done = check(shard_tensor_parallel, trace(block, inputs={"x": ("T", 10)}, weights=weights, tp=tp), fires=6)
+    assert not done.near_misses
+    first, second = (line for line in done.after.splitlines() if "graphsrt.attention(" in line)
+    assert first.partition("(view_2, ")[2].startswith("view, view_1, layer_id=0")
+    assert ", view, view_1, layer_id=1" in second
+    assert done.after.count("graphsrt.all_reduce(") == 2
+
+
+def test_a_bottleneck_is_left_whole_and_is_no_failure() -> None:
+    """10 → 2 → 10: it is gated by a value that others need whole; the sum that dividing it takes would cost more."""
+
+    def block(x: Any, gates: Any, down: Any, up: Any, inner: Any, outer: Any) -> Any:
+        gate = F.linear(x, gates)
+        x = torch.tanh(x + F.linear(torch.relu(F.linear(x, inner)), outer))
+        x = torch.tanh(x + F.linear(torch.relu(F.linear(x, down)) * gate, up))
+        return x * gate.sum(-1, keepdim=True)
+
+    for width, is_failure in [(2, False), (5, True)]:
+        weights = {"gates": (width, 10), "down": (width, 10), "up": (10, width), "inner": (14, 10), "outer": (10, 14)}
+        done = check(shard_tensor_parallel, trace(block, inputs={"x": ("T", 10)}, weights=weights, tp=2), fires=2)
+        assert bool(done.near_misses) == is_failure
+
+
 @pytest.mark.parametrize("layer_norm", [False, True])
 @pytest.mark.parametrize(("inner", "tp"), [(8, 2), (7, 3), (5, 4)])
 def test_norm_over_a_divided_width(layer_norm: bool, inner: int, tp: int) -> None:

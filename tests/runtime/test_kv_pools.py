@@ -14,6 +14,7 @@ from graphsrt import ops
 from graphsrt.api import CompiledModel
 from graphsrt.coverage import tiny_model
 from graphsrt.coverage.architectures import model_class
+from graphsrt.coverage.audit import audit
 from graphsrt.coverage.tiny_config import SIZES, tiny_config
 from graphsrt.program import arguments
 from graphsrt.summary import kv_bytes
@@ -83,15 +84,20 @@ def test_engine(model_type: str, tp: int) -> None:
 
 def test_what_is_kept_of_gemma4() -> None:
     """Five layers: two kinds of heads, and the last two layers read what the two before them have written."""
-    program = compiled("gemma4_text", 1).program()
+    model = compiled("gemma4_text", 4, strict=True)
+    program = model.program()
+    found = audit(program, model.stages.programs[0][1])
+    assert not found.faults and found.whole_bytes["bottlenecks"] == 4 * (2 * 5 + 5) * 6 * 96  # of each layer's inputs
     pools = {name: item.shape for name, item in program.kv_pools.items()}
-    assert pools == {"kv_pool": (2, 2, "slots", 4, 16), "kv_pool_1": (1, 2, "slots", 2, 20)}
+    assert pools == {"kv_pool": (2, 2, "slots", 1, 16), "kv_pool_1": (1, 2, "slots", 1, 20)}
     calls = [arguments(node) for node in program.calls(ops.radix_attention)]
     assert [(a["kv_pool"].name, a["layer_id"], a["kv_layer"], a["k"] is None) for a in calls] == [
         ("kv_pool", 0, 0, False), ("kv_pool_1", 1, 0, False), ("kv_pool", 2, 1, False),
         ("kv_pool_1", 3, 0, True), ("kv_pool_1", 4, 0, True),
     ]  # fmt: skip
-    assert kv_bytes(program) == 4 * 2 * (2 * 4 * 16 + 2 * 20)
+    layouts = [node.meta["placement"].layout for node in program.graph.nodes if node.name in pools]
+    assert [layout.size for layout in layouts] == [4, 2]  # of these 2, two ranks each hold one
+    assert kv_bytes(program) == 4 * 2 * (2 * 16 + 20)
     assert graphsrt.Program.from_text(str(program)).kv_pools == program.kv_pools
 
 
