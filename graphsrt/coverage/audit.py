@@ -236,7 +236,8 @@ def _collectives(program: Program, budgets: dict[str, int], result: Audit) -> No
         if per_token <= SMALL:
             counts["small"] += 1
         else:
-            counts[layer_of(node)] += 1
+            # One that is fused with what follows stands in the next layer: what it completes is of its own.
+            counts[layer_of(node.all_input_nodes[0])] += 1
     result.collectives = dict(counts)
     for layer, count in counts.items():
         if layer == "small":

@@ -52,7 +52,8 @@ def merge_qkv(
 
 def _projections(program: Program) -> list[tuple[fx.Node, list[fx.Node | None]]]:
     """An attention and the linears behind its q, k and v; attentions that share some of theirs (on halves of the heads,
-    or of the values) come together, as the first of them."""
+    or of the values) come together, as the first of them. One that reads the keys of an earlier layer is left out: its
+    own q has another input."""
     found: list[tuple[fx.Node, list[fx.Node | None]]] = []
     for node in program.calls(ops.attention):
         behind = [linear_behind(arguments(node)[name]) for name in ("q", "k", "v")]
@@ -61,8 +62,12 @@ def _projections(program: Program) -> list[tuple[fx.Node, list[fx.Node | None]]]
         if together is None or None in behind or None in together:
             found.append((node, behind))
         else:
-            together += [linear for linear in behind if linear not in together]
+            together += [x for x in behind if x not in together and _input(x) is _input(together[0])]
     return found
+
+
+def _input(linear: fx.Node | None) -> fx.Node | None:
+    return None if linear is None else arguments(linear)["input"]
 
 
 def _expected(program: Program) -> int:

@@ -67,3 +67,16 @@ def test_one_weight_for_two() -> None:
 
     program = trace(block, inputs={"x": ("T", 5)}, weights={"q": (6, 5), "k": (6, 5)})
     check(merge_qkv, program, fires=0, near_miss="the weight of linear_1 is used elsewhere too")
+
+
+def test_a_layer_that_reads_the_keys_of_an_earlier_one() -> None:
+    """Its q has another input; the projections of the layer that makes the keys merge all the same."""
+
+    def block(x: Any, q: Any, k: Any, v: Any, q1: Any) -> Any:
+        parts = [F.linear(x, w).view(-1, n, 4) for w, n in ((q, 6), (k, 3), (v, 3))]
+        first = ops.attention(*parts, layer_id=0, scale=0.5).view(-1, 24)
+        return ops.attention(F.linear(first, q1).view(-1, 6, 4), *parts[1:], layer_id=1, scale=0.5)
+
+    weights = {"q": (24, 10), "k": (12, 10), "v": (12, 10), "q1": (24, 24)}
+    done = check(merge_qkv, trace(block, inputs={"x": ("T", 10)}, weights=weights), fires=1)
+    assert not done.near_misses and "q1" in done.after
