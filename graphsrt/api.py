@@ -19,6 +19,7 @@ from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
 from graphsrt.models.on_meta import on_meta
+from graphsrt.models.quantization.recipes import mark_stored
 from graphsrt.models.source import ModelSource, resolve
 from graphsrt.passes import PIPELINE, page_attention, shard_tensor_parallel
 from graphsrt.passes.plugins import with_installed
@@ -247,6 +248,7 @@ def _capture(
     program = capture(
         on_meta(source), context_length=length, name=source.config.model_type, hidden=indices, input_embeds=input_embeds
     )
+    mark_stored(program, source.stored_modules())
     program.mesh = {"tp": tp}
     return program
 

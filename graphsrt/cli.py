@@ -418,6 +418,34 @@ def coverage(
     )  # fmt: skip
 
 
+@app.command("quantize")
+def quantize_command(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The folder to write.", show_default=False)],
+    scheme: Annotated[
+        str, typer.Option("--scheme", help="fp8 (static), fp8-dynamic (rows and tokens) or fp8-block (128 by 128).")
+    ] = "fp8",
+    layout: Annotated[
+        str, typer.Option("--layout", help="Whose names: compressed-tensors, modelopt, fp8 or fbgemm_fp8.")
+    ] = "compressed-tensors",
+    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="Scales of cached keys and values too.")] = False,
+    ignore: Annotated[
+        list[str], typer.Option("--ignore", metavar="NAME", help="A module that stays plain, or re:…; may be repeated.")
+    ] = [],  # noqa: B006
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="Calibrate with these, one a line.")
+    ] = None,
+) -> None:
+    """Write an FP8 checkpoint of a plain one."""
+    from graphsrt.quantize import PROMPTS, quantize
+
+    given = PROMPTS if prompts is None else tuple(line for line in prompts.read_text().splitlines() if line.strip())
+    made = quantize(
+        model, out, scheme, layout=layout, kv_cache=kv_cache, ignore=ignore, prompts=given, progress=sys.stderr.isatty()
+    )
+    print(f"{made}: {_bytes_in(made):,} bytes")
+
+
 @app.command()
 def cache(
     kinds: Annotated[list[str], typer.Argument(metavar="[KIND]...", help=f"{', '.join(CACHE_KINDS)}")] = [],  # noqa: B006

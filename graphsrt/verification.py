@@ -30,6 +30,8 @@ TOLERANCE = 1e-9
 """Largest difference allowed, relative to the largest magnitude of the value; float64 leaves about 1e-14."""
 SMALL_PARAMETERS = 3_000_000
 """A model in memory of at most so many parameters is verified as it is, a larger one as a miniature."""
+SMALL_BLOCK = 16
+"""Side of a block of FP8 scales in a miniature: several blocks to a row, of which ranks hold parts."""
 _PAD_ROWS = 3
 
 
@@ -93,14 +95,20 @@ def small_program(model: Any, tp: int) -> Program:
     """What :func:`verify` runs, captured in float64: the model itself if it is small, else its miniature."""
     from graphsrt.capture import capture, check_config
     from graphsrt.models.on_meta import on_meta
+    from graphsrt.models.quantization.recipes import mark_stored
     from graphsrt.models.source import ModelSource, resolve
 
     source = model if isinstance(model, ModelSource) else resolve(model)
     module = source.module
     if module is None or sum(p.numel() for p in module.parameters()) > SMALL_PARAMETERS:
         check_config(source.config)
-        source = replace(source, config=miniature(source.config, tp), module=None, checkpoint=None, _skeleton=None)
+        quantization = None if source.quantization is None else source.quantization.with_block(SMALL_BLOCK)
+        source = replace(
+            source, config=miniature(source.config, tp), module=None, checkpoint=None, _skeleton=None,
+            quantization=quantization, stored=None,
+        )  # fmt: skip
     program = capture(on_meta(replace(source, dtype=torch.float64)), context_length=CONTEXT_LENGTH)
+    mark_stored(program, source.stored_modules())
     program.mesh = {"tp": tp}
     return program
 

@@ -20,8 +20,9 @@ from graphsrt.models.checkpoint import Checkpoint, Slices, bounds
 from graphsrt.models.tying import with_base_prefix
 
 # A name of the inner checkpoint, or ["stack", dim, [parts]], ["cat", dim, [parts]], ["swap", dim, dim, part],
-# ["cut", dim, start, stop, part], ["item", dim, index, part].
-# Plain lists, so that the view travels to rank processes as JSON.
+# ["cut", dim, start, stop, part], ["item", dim, index, part], ["view", shape, part], ["same", 0, [parts]] (tensors of
+# equal values, of which one is read), ["fp8", shape, [rows, columns], [numbers, scales]] (an FP8 matrix times its scales,
+# one for each block). Plain lists, so that the view travels to rank processes as JSON.
 Layout = Any
 
 
@@ -49,6 +50,8 @@ class ConvertedCheckpoint(Checkpoint):
         return self._shape(self._layout(name), name)
 
     def dtype(self, name: str) -> torch.dtype:
+        if _is_product(self._layout(name)):
+            return torch.float32
         dtypes = {self.inner.dtype(leaf) for leaf in _leaves(self._layout(name))}
         if len(dtypes) != 1:
             raise CheckpointError(explain(f"the parts of {name} differ in dtype", got=", ".join(map(str, dtypes))))
@@ -63,6 +66,10 @@ class ConvertedCheckpoint(Checkpoint):
         if isinstance(layout, str):
             return self.inner.shape(layout)
         kind, dim = layout[0], layout[1]
+        if kind in ("view", "fp8"):
+            return tuple(dim)
+        if kind == "same":
+            return self._shape(layout[2][0], name)
         if kind in ("stack", "cat"):
             shapes = [self._shape(part, name) for part in layout[2]]
             rest = {shape if kind == "stack" else shape[:dim] + shape[dim + 1 :] for shape in shapes}
@@ -94,6 +101,13 @@ class ConvertedCheckpoint(Checkpoint):
         if isinstance(layout, str):
             return self.inner.read(layout, tuple(slice(start, stop) for start, stop in limits))
         kind, dim = layout[0], layout[1]
+        if kind == "same":
+            return self._block(layout[2][0], limits, name)
+        if kind == "view":
+            whole = self._block(layout[2], [(0, size) for size in self._shape(layout[2], name)], name)
+            return whole.reshape(dim)[tuple(slice(*limit) for limit in limits)]
+        if kind == "fp8":
+            return self._product(layout, limits)
         if kind == "stack":
             start, stop = limits[dim]
             rest = limits[:dim] + limits[dim + 1 :]
@@ -121,6 +135,15 @@ class ConvertedCheckpoint(Checkpoint):
         limits[dim] = (limits[dim][0] + layout[2], limits[dim][1] + layout[2])
         return self._block(layout[4], limits, name)
 
+    def _product(self, layout: Layout, limits: list[tuple[int, int]]) -> torch.Tensor:
+        """Float32 numbers of a matrix stored in FP8; all its scales are read, as they are few."""
+        _, shape, block, (numbers, scales) = layout
+        scale = self.inner.read(scales).float().reshape([-(-size // side) for size, side in zip(shape, block)])
+        for dim, ((start, stop), side) in enumerate(zip(limits, block)):
+            if scale.shape[dim] > 1:
+                scale = scale.index_select(dim, torch.arange(start, stop) // side)
+        return self.inner.read(numbers, tuple(slice(*limit) for limit in limits)).float() * scale
+
     def spec(self) -> dict[str, Any]:
         return {"kind": "converted", "inner": self.inner.spec(), "tensors": self.tensors}
 
@@ -137,8 +160,15 @@ class ConvertedCheckpoint(Checkpoint):
 def _leaves(layout: Layout) -> list[str]:
     if isinstance(layout, str):
         return [layout]
-    parts = layout[2] if layout[0] in ("stack", "cat") else [layout[-1]]
-    return [leaf for part in parts for leaf in _leaves(part)]
+    return [leaf for part in _parts(layout) for leaf in _leaves(part)]
+
+
+def _parts(layout: Layout) -> list[Layout]:
+    return layout[-1] if layout[0] in ("stack", "cat", "same", "fp8") else [layout[-1]]
+
+
+def _is_product(layout: Layout) -> bool:
+    return not isinstance(layout, str) and (layout[0] == "fp8" or any(_is_product(part) for part in _parts(layout)))
 
 
 def relaid(checkpoint: Checkpoint, reference: type | None, config: Any) -> Checkpoint:

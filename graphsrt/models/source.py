@@ -19,7 +19,18 @@ from graphsrt.errors import CheckpointError, CompileError, GraphsrtError, explai
 from graphsrt.models import registry, smollm2
 from graphsrt.models.checkpoint import Checkpoint, StateDictCheckpoint, open_checkpoint
 from graphsrt.models.conversion import convert, has_conversions, relaid
-from graphsrt.models.tying import SKIP_RULES, TEXT_ONLY_RULES, Accounting, SkipRule, accounting, effective_ties
+from graphsrt.models.quantization import read_quantization, without_quantization
+from graphsrt.models.quantization.scales import Stored, dequantized_others, find_scales, without_checkpoint
+from graphsrt.models.quantization.scheme import Quantization
+from graphsrt.models.tying import (
+    SCALE_RULES,
+    SKIP_RULES,
+    TEXT_ONLY_RULES,
+    Accounting,
+    SkipRule,
+    accounting,
+    effective_ties,
+)
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # What is fetched from the hub: nothing that could be run, no second copy of the weights in another format.
@@ -34,7 +45,8 @@ class ModelSource:
     ``checkpoint`` has the names and layouts of what is captured (experts stacked, old names changed), or is None when
     there is only a config. ``module`` is the model itself if it is in memory. ``dtype`` is the program's floating
     dtype; tensors stored in another one are cast by the loader. ``context_length`` is in tokens, None if the config
-    sets no limit. ``eos_token_ids`` end a generation; empty if unknown.
+    sets no limit. ``eos_token_ids`` end a generation; empty if unknown. ``quantization``: how the checkpoint stores
+    matrices, if not plainly (``config`` no longer says); ``stored``: of which modules, once there is a checkpoint.
     """
 
     name: str
@@ -49,6 +61,8 @@ class ModelSource:
     folder: Path | None = None
     trust_remote_code: bool = False
     is_text_part: bool = False
+    quantization: Quantization | None = None
+    stored: dict[str, Stored] | None = None
     _skeleton: Any = field(default=None, repr=False)
     _is_tied_right: bool = field(default=False, repr=False)
     _declared_ties: dict[str, str] = field(default_factory=dict, repr=False)
@@ -116,6 +130,22 @@ class ModelSource:
             self._declared_ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
         return self._skeleton
 
+    def linear_modules(self) -> dict[str, tuple[str, ...]]:
+        """Linear module -> the names of its class and of those that this derives from."""
+        return {
+            name: tuple(parent.__name__ for parent in type(module).__mro__)
+            for name, module in self._bare_skeleton().named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+
+    def stored_modules(self) -> dict[str, Stored]:
+        """Which modules' weights are stored in FP8, and how; of a config, as a checkpoint of it would store them."""
+        if self.quantization is None:
+            return {}
+        if self.stored is not None:
+            return self.stored
+        return without_checkpoint(self.quantization.schemes(self.linear_modules()))
+
     def ties(self) -> dict[str, str]:
         """Parameter name → the name that it shares its tensor with. Of a model in memory, what it really shares."""
         if self.module is not None:
@@ -143,7 +173,8 @@ class ModelSource:
         """Rules for checkpoint tensors that the program does not need: ours, and those that the class declares."""
         declared = getattr(self.model_class, "_keys_to_ignore_on_load_unexpected", None) or ()
         rules = tuple(SkipRule(pattern, f"{self.model_class.__name__} declares it unused") for pattern in declared)
-        return SKIP_RULES + rules + (TEXT_ONLY_RULES if self.is_text_part else ())
+        scales = SCALE_RULES if self.quantization is not None else ()
+        return SKIP_RULES + rules + scales + (TEXT_ONLY_RULES if self.is_text_part else ())
 
     def require_checkpoint(self) -> Checkpoint:
         """The checkpoint; ``CheckpointError`` if there is only a config."""
@@ -255,13 +286,22 @@ def _from_module(module: torch.nn.Module, dtype: torch.dtype | None) -> ModelSou
 def _from_config(
     config: PretrainedConfig, dtype: torch.dtype | None, name: str, model_class: type | None = None
 ) -> ModelSource:
-    _refuse_quantized(config)
+    quantization = read_quantization(config)
+    config = config if quantization is None else without_quantization(config)
     reference = None
     if model_class is None:  # else it is the model's own code that the user trusts
         model_class = registry.lookup(config)
         registry.check_servable(config, model_class.__name__)
         reference = registry.reference(*(config.architectures or [])[:1], model_class.__name__)
     inner = registry.model_config(config, model_class)
+    if quantization is not None and hasattr(reference, "layouts"):
+        raise CompileError(
+            explain(
+                f"{quantization.method} weights of {model_class.__name__} are not supported",
+                where="its reference model keeps matrices in a layout of its own",
+                hint="use the unquantized checkpoint",
+            )
+        )
     return ModelSource(
         name=name,
         config=inner,
@@ -271,6 +311,7 @@ def _from_config(
         eos_token_ids=_eos(None, inner, config),
         reference=reference,
         is_text_part=inner is not config,
+        quantization=quantization,
     )
 
 
@@ -280,6 +321,8 @@ def _from_folder(
     config, model_class = _read_config(folder, trust_remote_code)
     source = _from_config(config, dtype, name, model_class)
     source.folder, source.trust_remote_code = folder, trust_remote_code
+    if source.quantization is None:
+        source.quantization = read_quantization(config, folder)
     generation = None
     if (folder / "generation_config.json").exists():
         try:
@@ -294,9 +337,14 @@ def _from_folder(
         eos = getattr(source.tokenizer, "eos_token_id", None)
         source.eos_token_ids = () if eos is None else (int(eos),)
     raw = open_checkpoint(folder, allow_pickle=allow_pickle)
+    if source.quantization is not None:
+        raw = dequantized_others(raw, source.quantization, source.linear_modules())
     if source.is_text_part or has_conversions(source.model_class, source.config, raw):
         rename = _text_name if source.is_text_part else (lambda stored: stored)
         raw = convert(raw, source._bare_skeleton(), rename)
+    if source.quantization is not None:
+        modules = source.linear_modules()
+        raw, source.stored = find_scales(raw, source.quantization, modules, source.base_prefix)
     source.checkpoint = relaid(raw, source.reference, source.config)
     return source
 
@@ -398,20 +446,15 @@ def _hub_folder(name: str, allow_pickle: bool) -> Path:
 
 
 def _refuse_quantized(config: PretrainedConfig) -> None:
-    for part in (config, getattr(config, "text_config", None)):
-        quantization = getattr(part, "quantization_config", None)
-        if quantization:
-            if not isinstance(quantization, dict):
-                quantization = quantization.to_dict()
-            method = quantization.get("quant_method") or quantization.get("format") or "unnamed"
-            raise CompileError(
-                explain(
-                    f"quantization method {method!s} is not supported yet",
-                    where="quantization_config of the model's config",
-                    got=json.dumps(quantization, default=str)[:300],
-                    hint="use the unquantized checkpoint",
-                )
+    """A module in memory runs transformers' own quantised layers, which are not what is captured."""
+    if read_quantization(config) is not None:
+        raise CompileError(
+            explain(
+                "a quantised model in memory is not supported",
+                where="quantization_config of the model's config",
+                hint="pass its checkpoint folder instead",
             )
+        )
 
 
 def _config_dtype(config: PretrainedConfig) -> torch.dtype:

@@ -43,6 +43,12 @@ SKIP_RULES: tuple[SkipRule, ...] = (
     SkipRule(r"(attn|attention)\.masked_bias$", "the masked value of old attention code", num_dims=1),
 )
 
+# For checkpoints of quantised weights, and only then.
+SCALE_RULES: tuple[SkipRule, ...] = (
+    SkipRule(r"\.(k|v|kv|q)_scale$", "of cached keys and values, which are kept in the model's dtype"),
+    SkipRule(r"\.input_scale_ub$", "the bound of inputs' scales, which the config gives"),
+)
+
 # For the text part of a multimodal checkpoint, and only then.
 TEXT_ONLY_RULES: tuple[SkipRule, ...] = (
     SkipRule(r"(^|\.)(vision_tower|vision_model|vision_embed\w*|visual|vqmodel|embed_vision)\.", "vision, not text"),

@@ -143,7 +143,7 @@ def test_hub_id(folder, monkeypatch):
     [
         (dict(model_type="no_such"), CompileError, "unknown architecture"),
         (dict(model_type="no_such", auto_map={"AutoConfig": "x.Y"}), CompileError, "trust_remote_code"),
-        (dict(quantization_config={"quant_method": "fp8"}), CompileError, "fp8 is not supported yet"),
+        (dict(quantization_config={"quant_method": "gptq"}), CompileError, "gptq is not supported"),
         (dict(architectures=["LlamaForSequenceClassification"]), CompileError, "LlamaForSequenceClassification"),
         (None, CheckpointError, "config.json cannot be read"),
     ],
