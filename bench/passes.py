@@ -40,7 +40,7 @@ def main() -> None:
             start = time.perf_counter()
             program = _capture(resolve(config(layers)), 8, None)
             captured = time.perf_counter()
-            stages = run(program.copy(), PIPELINE, keep_stages=False)
+            stages = run(program.copy(), PIPELINE)
             plain = time.perf_counter()
             looked = run(program, PIPELINE)
             for (name, before), (other, after) in zip(looked.programs, looked.programs[1:]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,21 +14,23 @@ import torch
 from graphsrt.capture import capture, check_config, hidden_indices
 from graphsrt.check_placements import _leaf_shapes
 from graphsrt.compiled import CompiledModel, Traced
+from graphsrt.devices import DEFAULT, Device, figures_of
 from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
 from graphsrt.models.on_meta import on_meta
 from graphsrt.models.quantization.recipes import mark_stored
 from graphsrt.models.source import ModelSource, resolve
-from graphsrt.passes import PIPELINE, page_attention, shard_tensor_parallel
+from graphsrt.passes import PIPELINE, page_attention, scatter_residual, shard_tensor_parallel
 from graphsrt.passes.plugins import with_installed
-from graphsrt.passes.runner import Pass, Stages, run, select
+from graphsrt.passes.runner import Pass, Stages, bind, run_phases, select
 from graphsrt.program import Program
 from graphsrt.recipes import rename
 from graphsrt.runtime.agreement import COMPARE_EVERY
 from graphsrt.runtime.engine import Engine
 from graphsrt.runtime.executor import STALL_TIMEOUT_S
 from graphsrt.runtime.model_runner import EngineSizes
+from graphsrt.runtime.phases import Phases
 from graphsrt.runtime.start import Bar, RankOptions, group_size, start_ranks
 from graphsrt.runtime.waiting_line import Policy, WaitingLine
 
@@ -57,22 +58,27 @@ def trace(
     context_length: int | None = None,
     capture_hidden: Sequence[int] = (),
     input_embeds: bool = False,
+    max_tokens_per_step: int = 8192,
+    device: Device | str = DEFAULT,
     limits: dict[str, int] | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> Traced:
-    """Capture a model and run the passes; no weights are read and nothing is lowered. See :func:`compile`."""
+    """Capture a model and run the passes; no weights are read and nothing is lowered. See :func:`compile`.
+
+    ``device``: whose figures decide from how many tokens on a fusion pays, by its name in ``graphsrt.devices``.
+    """
     _check_tp(tp)
     chosen = chosen_passes(passes, without, experts, stop_after)
+    chosen = bind(chosen, scatter_residual, device=device, max_tokens=max_tokens_per_step)
     if kv_dtype is not None:
-        kept = functools.partial(page_attention, kv_dtype=_dtype(kv_dtype))
-        chosen = [kept if function is page_attention else function for function in chosen]
+        chosen = bind(chosen, page_attention, kv_dtype=_dtype(kv_dtype))
     source = resolve(model, dtype=_dtype(dtype), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     folder = dump if dump is not None else os.environ.get("GRAPHSRT_DUMP")
     dump_folder = DumpFolder(Path(folder)) if folder else None
     with _paused_collector():
         program = _capture(source, tp, context_length, capture_hidden, input_embeds)
-        stages = run(program, chosen, strict=strict, dump=dump_folder, limits=limits)
+        stages = run_phases(program, chosen, strict=strict, dump=dump_folder, limits=limits)
     return Traced(source, stages)
 
 
@@ -150,7 +156,8 @@ def compile(
     traced = trace(
         model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, passes=passes, without=without, stop_after=stop_after,
         experts=experts, strict=strict, dump=dump, context_length=context_length, capture_hidden=capture_hidden,
-        input_embeds=input_embeds, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+        input_embeds=input_embeds, max_tokens_per_step=max_tokens_per_step, device=figures_of(device or "cpu"),
+        trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     )  # fmt: skip
     source, stages = traced.source, traced.stages
     if verify:
@@ -161,12 +168,13 @@ def compile(
     program = with_checkpoint_names(stages, source)
     if "logit_rows" not in program.inputs:
         return CompiledModel(source, stages, None, None, "page_attention and select_logit_rows did not run")
+    phases = Phases(program, stages.prefill.final if stages.prefill else None)
     sizes = _sizes(program, page_size, max_total_tokens, max_running, max_tokens_per_step)
     stats = None
     if backend == "inductor" and ranks != "simulated":
-        stats = _compile_once(program, group, progress)
+        stats = _compile_once(phases, group, progress)
     options = RankOptions(backend, device or "cpu", group, threads_per_rank, stall_timeout, compare_every, progress)
-    executor = start_ranks(source, program, sizes, tp, options, simulated=ranks == "simulated")
+    executor = start_ranks(source, phases, sizes, tp, options, simulated=ranks == "simulated")
     engine = Engine(
         executor, source.tokenizer, source.eos_token_ids, sizes.context_length, sizes.num_pages, page_size,
         vocab_size=program.constants["vocab_size"], max_running=sizes.max_running,
@@ -209,8 +217,7 @@ def chosen_passes(
             explain("experts are divided by width or by number", expected="'tp' or 'ep'", got=repr(experts))
         )
     chosen = select(with_installed(PIPELINE) if passes is None else passes, without=without, stop_after=stop_after)
-    divide = functools.partial(shard_tensor_parallel, experts=experts) if experts != "tp" else shard_tensor_parallel
-    return [divide if function is shard_tensor_parallel else function for function in chosen]
+    return bind(chosen, shard_tensor_parallel, experts=experts) if experts != "tp" else chosen
 
 
 # -- the stages --------------------------------------------------------------------------------------------------------
@@ -262,7 +269,7 @@ def with_checkpoint_names(stages: Stages, source: ModelSource) -> Program:
         for leaf, shape in _leaf_shapes(weight.recipe, list(weight.shape))
     }
     accounting = source.account(expected)
-    for _, program in stages.programs:
+    for _, program in stages.everything():
         for weight in program.weights.values():
             weight.recipe = rename(weight.recipe, lambda name: accounting[name])
     return stages.final
@@ -281,13 +288,13 @@ def _sizes(
     return EngineSizes(min(max_running, per_step), context, page_size, pages)
 
 
-def _compile_once(program: Program, group: int, progress: bool) -> CompileStats:
+def _compile_once(phases: Phases, group: int, progress: bool) -> CompileStats:
     """Compile regions before any rank starts; under torchrun rank 0 does it while the others wait."""
     if group > 1 and torch.distributed.get_rank() != 0:
         torch.distributed.barrier()
-        return compile_regions(program)
+        return compile_regions(*phases.all())
     with Bar("compile", progress) as tell:
-        stats = compile_regions(program, progress=tell)
+        stats = compile_regions(*phases.all(), progress=tell)
     if group > 1:
         torch.distributed.barrier()
     return stats

@@ -23,12 +23,13 @@ from graphsrt import (  # noqa: F401  (their rules register themselves)
     check_rules_latent,
     check_rules_norms,
     check_rules_products,
+    check_rules_tokens,
     check_rules_views,
     ops,
 )
 from graphsrt.check_rules import WHOLE, Held, Refused, call_of, derive, describe
 from graphsrt.errors import CompileError, explain
-from graphsrt.placement import Layout, Partial, Run, Shard
+from graphsrt.placement import Layout, Partial, Run, Shard, ShardTokens
 from graphsrt.program import LOGITS, Program, Weight, target_name, where
 from graphsrt.recipes import (
     BlockNumbers,
@@ -167,6 +168,10 @@ def _compare(program: Program, node: fx.Node, held: Any, ranks: int) -> None:
             "none recorded" if recorded is None else describe(recorded),
         )
     for tensor, place in zip(vals, places):
+        if isinstance(place, ShardTokens):
+            rows = program.shape_of(tensor)[:1]
+            if place.ranks != ranks or rows != (place.local_size,):
+                raise Refused("the rows are not one rank's tokens", f"[T/{ranks}, …]", str(list(rows)))
         if not isinstance(place, Shard):
             continue
         _check_layout(place.layout, ranks)

@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from graphsrt import ops, ops_norms
-from graphsrt.placement import Layout, Partial, Placement, R, Replicate, Shard
+from graphsrt.placement import Layout, Partial, Placement, R, Replicate, Shard, ShardTokens
 from graphsrt.program import Program, arguments, aten
 
 Runs = tuple[tuple[int, int], ...]
@@ -68,6 +68,8 @@ def describe(place: Any) -> str:
     """``S(1) of 64/2``, ``R``, ``P(sum)``; tuples by element."""
     if isinstance(place, tuple):
         return "(" + ", ".join(describe(p) for p in place) + ")"
+    if isinstance(place, ShardTokens):
+        return f"S(0) of {place.local_size} tokens"
     return f"S({place.dim}) of {place.layout}" if isinstance(place, Shard) else str(place)
 
 
@@ -132,6 +134,8 @@ def derive(call: Call) -> Any:
         raise Refused("random numbers differ from rank to rank")
     if all(item == WHOLE for item in inputs):
         return _repeated(call) or like_value(call, WHOLE)
+    if any(isinstance(item, Held) and isinstance(item.placement, ShardTokens) for item in inputs):
+        return RULES[ShardTokens](call)
     for argument in node.all_input_nodes:
         item = call.held[argument]
         if isinstance(item, tuple):

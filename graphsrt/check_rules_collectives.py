@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphsrt import ops
 from graphsrt.check_rules import SUM, WHOLE, Call, Held, Refused, addresses, rule, shard
+from graphsrt.check_rules_tokens import gathered_tokens, token_blocks
 from graphsrt.check_rules_views import gathered
 from graphsrt.placement import Layout, Partial, Shard
 
@@ -46,6 +47,9 @@ def _take_own(call: Call) -> Held:
 
 
 def _even(call: Call) -> Held:
+    tokens = token_blocks(call)
+    if tokens is not None:
+        return tokens
     dim = call.dim("x")
     size = call.shape(call.args["x"])[dim]
     if not isinstance(size, int) or size % call.ranks:
@@ -56,7 +60,12 @@ def _even(call: Call) -> Held:
 @rule(ops.all_gather)
 def _all_gather(call: Call) -> Held:
     held, dim = _axis(call), call.dim("x")
+    tokens = gathered_tokens(call)
+    if tokens is not None:
+        return tokens
     place = held.placement
+    if call.args["rows_of"] is not None:
+        raise Refused("rows_of goes with divided tokens", "none", call.args["rows_of"].name)
     if not isinstance(place, Shard) or place.dim != dim:
         raise Refused("only a value divided along the gathered dim may be gathered", f"S({dim})", str(held))
     return gathered(dim, tuple(run for rank in addresses(place.layout) for run in rank), place.layout.size)

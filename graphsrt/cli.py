@@ -21,7 +21,8 @@ from typer.core import TyperGroup
 from graphsrt.errors import CheckpointError, GraphsrtError, explain
 
 if TYPE_CHECKING:
-    from graphsrt.api import CompiledModel, Traced
+    from graphsrt.api import CompiledModel
+    from graphsrt.program import Program
 
 DEFAULT_PROMPT = "What is the capital of France?"
 CACHE_KINDS = {
@@ -44,6 +45,11 @@ class Ranks(StrEnum):
 class Experts(StrEnum):
     tp = "tp"
     ep = "ep"
+
+
+class Phase(StrEnum):
+    prefill = "prefill"
+    decode = "decode"
 
 
 class Dtype(StrEnum):
@@ -188,6 +194,9 @@ def inspect(
     diff: Annotated[
         str | None, typer.Option("--diff", metavar="PASS", help="What this pass changed; A..B from A to B.")
     ] = None,
+    phase: Annotated[
+        Phase | None, typer.Option("--phase", help="The program of steps with many tokens, or few.")
+    ] = None,
     layer: Annotated[int | None, typer.Option("--layer", metavar="N", help="This layer alone.")] = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="What this rank holds and reads.")] = None,
     full: Annotated[bool, typer.Option("--full", help="The complete text, which parses back.")] = False,
@@ -231,11 +240,11 @@ def inspect(
         print(write_report(traced, html))
         return
     if diff:
-        print(_colored_diff(traced.diff(diff)) or f"{diff} changed nothing")
+        print(_colored_diff(traced.diff(diff, phase=phase and phase.value)) or f"{diff} changed nothing")
         return
-    program = traced.program(after)
+    program = traced.program(after, phase=phase and phase.value)
     if as_json:
-        print(json.dumps(_as_json(traced, after), indent=2))
+        print(json.dumps(_as_json(program, after), indent=2))
     elif full:
         print(program, end="")
     else:
@@ -526,15 +535,14 @@ def _with_template(compiled: CompiledModel, text: str, system: str | None, chat:
     return [int(token) for token in ids]
 
 
-def _as_json(traced: Traced, after: str | None) -> dict[str, Any]:
+def _as_json(program: Program, after: str | None) -> dict[str, Any]:
     from dataclasses import asdict
 
     from graphsrt.dump import weight_bytes
 
-    program = traced.program(after)
     return {
         "model": program.name,
-        "after": after or traced.stages.names[-1],
+        "after": after or (program.history[-1].name if program.history else "capture"),
         "mesh": program.mesh,
         "constants": program.constants,
         "passes": [asdict(report) for report in program.history],

@@ -40,21 +40,30 @@ class Traced:
     def program(self, after: str | None = None, *, phase: str | None = None, rank: int | None = None) -> Program:
         """The final program, or the one after the named pass (``"capture"`` for the first).
 
-        ``phase``: "prefill" or "decode"; the two share one program so far. ``rank``: a copy in that rank's own terms:
-        local sizes, and recipes that name the very slices it reads. ValueError for an unknown pass, phase or rank.
+        ``phase``: "decode" (default) or "prefill", the program of steps with many tokens; the two are one where no pass
+        is for prefill alone. ``rank``: a copy in that rank's own terms: local sizes, and recipes that name the very
+        slices it reads. ValueError for an unknown pass, phase or rank.
         """
-        if phase not in (None, "prefill", "decode"):
-            raise ValueError(explain("no such phase", expected="'prefill' or 'decode'", got=repr(phase)))
-        program = self.stages.final if after is None else self.stages.after(after)
+        stages = self.stages_of(phase)
+        program = stages.final if after is None else stages.after(after)
         return program if rank is None else program.localized(rank)
 
-    def diff(self, name: str) -> str:
+    def stages_of(self, phase: str | None = None) -> Stages:
+        """The stages of a phase, "decode" by default. ValueError for an unknown phase."""
+        if phase not in (None, "prefill", "decode"):
+            raise ValueError(explain("no such phase", expected="'prefill' or 'decode'", got=repr(phase)))
+        return self.stages.prefill or self.stages if phase == "prefill" else self.stages
+
+    def diff(self, name: str, *, phase: str | None = None) -> str:
         """Unified diff of the program's text across one pass, or with ``"first..last"`` from after the first to after
-        the last; empty if nothing changed."""
+        the last; empty if nothing changed. ``phase``: by default the one in which the passes ran, "decode" if both."""
         first, dots, last = name.partition("..")
+        stages = self.stages_of(phase)
+        if phase is None and not {first, last or first} <= set(stages.names):
+            stages = self.stages_of("prefill")
         if dots:
-            return diff_text(self.stages.after(first), self.stages.after(last), f"after {first}", f"after {last}")
-        before, after = self.stages.around(name)
+            return diff_text(stages.after(first), stages.after(last), f"after {first}", f"after {last}")
+        before, after = stages.around(name)
         return diff_text(before, after, f"before {name}", f"after {name}")
 
     def summary(self) -> str:

@@ -65,6 +65,9 @@ def _kind(dtype: torch.dtype) -> str:
     return {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}[dtype.itemsize]
 
 
+DEFAULT = "h200"
+"""Whose figures count where no device is named."""
+
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -132,6 +135,14 @@ def device(name: str) -> Device:
         raise ValueError(explain(f"no device is called {name!r}", expected=", ".join(DEVICES),
                                  hint="give the figures of another one with --device-file"))  # fmt: skip
     return DEVICES[name]
+
+
+def figures_of(name: str) -> Device:
+    """The known device that a torch device (``"cpu"``, ``"cuda"``, ``"cuda:1"``) is, or the nearest that we know."""
+    if torch.device(name).type == "cpu":
+        return DEVICES["cpu"]
+    model = torch.cuda.get_device_name(name).lower()
+    return next((known for word, known in DEVICES.items() if word in model), DEVICES[DEFAULT])
 
 
 def read_device(path: str | Path) -> Device:

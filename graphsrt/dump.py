@@ -103,6 +103,11 @@ class DumpFolder:
         label = f"{index:02d}_{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"
         self._write(f"{label}.diff", diff_text(before, after, name_before, label))
 
+    def go_back(self, index: int, name: str, program: Program) -> None:
+        """The next stage follows this one, which was written before others: where two programs part."""
+        label = f"{index:02d}_{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"
+        self._last = (label, print_program(program, history=False))
+
     def finish(self, program: Program, history: Iterable[PassReport] | None = None) -> None:
         """Write ``weights.txt``, ``near_misses.txt`` and ``summary.txt``. ``history`` defaults to the program's."""
         reports = list(program.history if history is None else history)
@@ -274,7 +279,7 @@ def rerun(folder: str | Path) -> Program:
     function = find_pass(options["pass"])
     bound = {name: _from_json(name, value) for name, value in options["kwargs"].items()}
     # by way of the runner, since what failed may have been one of its checks
-    return run(program, [functools.partial(function, **bound) if bound else function], keep_stages=False).final
+    return run(program, [functools.partial(function, **bound) if bound else function]).final
 
 
 def main(arguments: list[str]) -> int:

@@ -412,27 +412,27 @@ all_reduce = _collective(
 )
 
 
-def _resized(x: torch.Tensor, dim: int, multiply: int, divide: int) -> torch.Tensor:
+def _resized(x: torch.Tensor, dim: int, length: Any) -> torch.Tensor:
     shape = list(x.shape)
-    shape[dim] = shape[dim] * multiply // divide
+    shape[dim] = length
     return x.new_empty(shape)
 
 
+def _gathered(x: torch.Tensor, *, dim: int, axis: str, size: int, rows_of: torch.Tensor | None = None) -> torch.Tensor:
+    return _resized(x, dim, x.shape[dim] * size if rows_of is None else rows_of.shape[0])
+
+
+def _block(x: torch.Tensor, *, dim: int, axis: str, size: int) -> torch.Tensor:
+    """Ranks get equal blocks; what is missing at the end is padded."""
+    return _resized(x, dim, (x.shape[dim] + size - 1) // size)
+
+
 all_gather = _collective(
-    "all_gather",
-    "(Tensor x, *, int dim, str axis, int size) -> Tensor",
-    lambda x, *, dim, axis, size: _resized(x, dim, size, 1),
+    "all_gather", "(Tensor x, *, int dim, str axis, int size, Tensor? rows_of=None) -> Tensor", _gathered
 )
-reduce_scatter = _collective(
-    "reduce_scatter",
-    "(Tensor x, *, int dim, str axis, int size) -> Tensor",
-    lambda x, *, dim, axis, size: _resized(x, dim, 1, size),
-)
-take_own = _collective(
-    "take_own",
-    "(Tensor x, *, int dim, str axis, int size) -> Tensor",
-    lambda x, *, dim, axis, size: _resized(x, dim, 1, size),
-)
+"""All ranks' blocks, one after the other. ``rows_of``: as many of them as this has rows; the rest was padding."""
+reduce_scatter = _collective("reduce_scatter", "(Tensor x, *, int dim, str axis, int size) -> Tensor", _block)
+take_own = _collective("take_own", "(Tensor x, *, int dim, str axis, int size) -> Tensor", _block)
 
 AFTER_ALL_REDUCE: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
 """Collective that begins with an all_reduce of its first argument -> the operator that gets the sum in its place."""

@@ -4,6 +4,7 @@ A placement says how a rank's local tensor relates to the global value:
 
 * :class:`Replicate` - each rank holds the whole value, bitwise the same;
 * :class:`Shard` - one dimension is divided among the ranks by a :class:`Layout`;
+* :class:`ShardTokens` - the tokens of a step, however many, are divided in equal blocks;
 * :class:`Partial` - the value is the sum (or maximum) over ranks of the local tensors.
 
 A :class:`Layout` is, at bottom, a map from (rank, local position) to a global address. It is kept as runs of
@@ -17,7 +18,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+
+TOKENS = "T"
+"""The symbol of the number of tokens in a step."""
 
 
 class Run(NamedTuple):
@@ -295,7 +299,27 @@ class Partial:
         return f"P({self.op})"
 
 
-Placement = Replicate | Shard | Partial
+@dataclass(frozen=True)
+class ShardTokens:
+    """The rows of a value, its tokens ``T``, are divided: of ``c = ceil(T / ranks)`` rows on every rank, rank ``r``
+    holds the tokens from ``r·c`` on. Rows beyond the last token are padding: anything, and nobody may look at them.
+
+    ``T`` changes with every step, so there is no :class:`Layout`; the local size is written ``T/8``.
+    """
+
+    ranks: int
+    dim: ClassVar[int] = 0
+
+    @property
+    def local_size(self) -> str:
+        """What the local dimension is called in shapes."""
+        return f"{TOKENS}/{self.ranks}"
+
+    def __str__(self) -> str:
+        return "S(0)"
+
+
+Placement = Replicate | Shard | ShardTokens | Partial
 R = Replicate()
 
 
@@ -304,4 +328,6 @@ def global_shape(local_shape: Sequence, placement: Placement | None) -> list:
     shape = list(local_shape)
     if isinstance(placement, Shard):
         shape[placement.dim] = placement.layout.size
+    if isinstance(placement, ShardTokens):
+        shape[0] = TOKENS
     return shape

@@ -21,6 +21,7 @@ from graphsrt.costs import Cost, Sizes, Step, cost, is_pool, peak_activation_byt
 from graphsrt.devices import Device, device
 from graphsrt.dump import weight_bytes
 from graphsrt.errors import CompileError, explain
+from graphsrt.passes.scatter_residual import MIN_TOKENS
 from graphsrt.placement import Layout, Placement, Run, Shard
 from graphsrt.program import Program, layer_of, target_name
 
@@ -194,8 +195,8 @@ def plan(
     numbers out of range, CompileError if the model cannot be compiled for ``tp`` ranks.
     """
     from graphsrt.api import DTYPES, chosen_passes, trace
-    from graphsrt.passes import page_attention
-    from graphsrt.passes.runner import run
+    from graphsrt.passes import page_attention, scatter_residual
+    from graphsrt.passes.runner import bind, run_phases
 
     where = _device(device)
     others = {*compare}
@@ -203,24 +204,29 @@ def plan(
     least = min([tp, batch, page_size, *others, *([context] if context is not None else [])])
     if least < 1:
         raise ValueError(explain("tp, compare, context, batch and page_size must be at least 1", got=str(least)))
-    chosen: list[Any] = chosen_passes(passes, without, experts)
+    chosen = chosen_passes(passes, without, experts)
     captured = trace(
         model, dtype=dtype, kv_dtype=kv_dtype, stop_after="capture", context_length=context_length,
         trust_remote_code=trust_remote_code,
     ).program()  # fmt: skip
     if kv_dtype is not None:
         kept = DTYPES[kv_dtype.removeprefix("torch.")] if isinstance(kv_dtype, str) else kv_dtype
-        paged = functools.partial(page_attention, kv_dtype=kept)
-        chosen = [paged if function is page_attention else function for function in chosen]
+        chosen = bind(chosen, page_attention, kv_dtype=kept)
     limit = captured.constants["context_length"]
     tokens = context if context is not None else min(DEFAULT_CONTEXT, limit)
     if tokens > limit:
         raise ValueError(explain("context is longer than the model's", expected=f"at most {limit}", got=str(tokens)))
 
+    chosen = bind(chosen, scatter_residual, device=where, max_tokens=tokens)
+
     def planned(ranks: int) -> RankPlan:
         program = captured.copy()
         program.mesh = {"tp": ranks}
-        return plan_program(run(program, chosen).final, where, context=tokens, batch=batch, page_size=page_size)
+        stages = run_phases(program, chosen)
+        prefill = stages.prefill.final if stages.prefill else None
+        return plan_program(
+            stages.final, where, context=tokens, batch=batch, page_size=page_size, prefill_program=prefill
+        )
 
     mine = planned(tp)
     columns: dict[int, RankPlan | str] = {}
@@ -233,16 +239,28 @@ def plan(
 
 
 def plan_program(
-    program: Program, device: Device, *, context: int, batch: int = 64, page_size: int = 16, axis: str = "tp"
+    program: Program,
+    device: Device,
+    *,
+    context: int,
+    batch: int = 64,
+    page_size: int = 16,
+    axis: str = "tp",
+    prefill_program: Program | None = None,
 ) -> RankPlan:
-    """Plan a final program as it stands, for the ranks of its mesh."""
+    """Plan a final program as it stands, for the ranks of its mesh.
+
+    ``prefill_program``: what runs steps of at least its ``scatter_min_tokens``, where that is another program.
+    """
     ranks = program.mesh.get(axis, 1)
-    steps = (Step.prefill(context), Step.decode(batch, context))
-    sizes = [Sizes(program, step) for step in steps]
+    first = program
+    if prefill_program is not None and context >= prefill_program.constants[MIN_TOKENS]:
+        first = prefill_program
+    sizes = [Sizes(first, Step.prefill(context)), Sizes(program, Step.decode(batch, context))]
     notes = [f"FLOPs of {name} are not known and not counted" for name in uncounted(program)]
     if ranks > device.max_ranks:
         notes.append(f"{ranks} ranks are more than the {device.max_ranks} that the links of {device.name} join")
-    prefill, decode = (_step_plan(program, size, device, ranks) for size in sizes)
+    prefill, decode = (_step_plan(size.program, size, device, ranks) for size in sizes)
     kinds = [ops.kind_of_collective(node.target) for node in program.nodes if node.target in ops.COLLECTIVES]
     names = [target_name(kind).removeprefix("graphsrt.") for kind in kinds if ranks > 1 and kind is not ops.take_own]
     return RankPlan(

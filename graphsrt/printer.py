@@ -17,9 +17,10 @@
       pass name="normalize", fired=12, expected=None, nodes_before=95, nodes_after=83, milliseconds=3.5
 
 Every declaration is ``name: type = expression``. A type is a dtype, the shape of the *local* tensor and a placement; a
-sharded dimension is written as its layout, ``4096/8`` or with every rank's runs. Floats are written by ``repr``,
-strings as JSON. A name that could be taken for something else stands in backticks. The comment of an operator holds
-the passes that made it, its line in the model's code, and ``in`` its module path unless the name says it.
+sharded dimension is written as its layout, ``4096/8`` or with every rank's runs, divided tokens as ``T/8``. Floats are
+written by ``repr``, strings as JSON. A name that could be taken for something else stands in backticks. The comment of
+an operator holds the passes that made it, its line in the model's code, and ``in`` its module path unless the name says
+it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.placement import Layout, Partial, Placement, Replicate, Shard
+from graphsrt.placement import Layout, Partial, Placement, Replicate, Shard, ShardTokens
 from graphsrt.program import Input, PassReport, Program, Shapes, Weight, aten, target_name
 from graphsrt.recipes import (
     BlockNumbers,
@@ -123,6 +124,8 @@ def tensor_type_text(
         text = layout.label() if short else layout_text(layout)
         # A program that is broken must print as well: the local size stands before a layout that does not fit it.
         sizes[placement.dim] = text if shape[placement.dim] == layout.local_size else f"{sizes[placement.dim]}?{text}"
+    if isinstance(placement, ShardTokens) and sizes[:1] not in ([], [placement.local_size]):
+        sizes[0] = f"{sizes[0]}?{placement.local_size}"
     return f"{dtype_text(dtype)}[{', '.join(sizes)}]{placement_text(placement)}"
 
 
@@ -131,7 +134,7 @@ def placement_text(placement: Placement | None) -> str:
     match placement:
         case None:
             return ""
-        case Replicate() | Shard() | Partial():
+        case Replicate() | Shard() | ShardTokens() | Partial():
             return f" {placement}"
     raise ValueError(f"{placement!r} is no placement")
 

@@ -117,6 +117,10 @@ class Shapes:
         """An int as it is, or the symbolic integer of that name (at least 2 while tracing; 1 is checked by tests)."""
         if isinstance(size, int):
             return size
+        if size not in self._dims and "/" in size:  # one rank's tokens of T: T/8 is ceil(T / 8)
+            whole, ranks = size.split("/")
+            self._dims[size] = (self.dim(whole) + int(ranks) - 1) // int(ranks)
+            self._names[self._dims[size].node.expr] = size
         if size not in self._dims:
             from torch._dynamo.source import ConstantSource
 
@@ -166,12 +170,20 @@ class Shapes:
         expression = size.node.expr
         if expression.is_Integer:
             return int(expression)
+        if expression not in self._names and len(expression.args) == 2 and expression.args[1].is_Integer:
+            self._know_part(int(expression.args[1]))
         if expression in self._names:
             return self._names[expression]
         text = str(expression)
         for symbol, name in self._names.items():
             text = re.sub(rf"\b{symbol}\b", name, text)
         return text.replace(" ", "")
+
+    def _know_part(self, ranks: int) -> None:
+        """Have names for one rank's part of each symbol, which operators compute for themselves."""
+        if ranks > 1:
+            for name in [name for name in self._dims if "/" not in name]:
+                self.dim(f"{name}/{ranks}")
 
 
 class Program:
@@ -233,7 +245,11 @@ class Program:
 
     def shape(self, node: fx.Node) -> tuple[int | str, ...]:
         """This rank's shape of a value, symbols by name."""
-        return tuple(self.shapes.name(size) for size in node.meta["val"].shape)
+        return self.shape_of(node.meta["val"])
+
+    def shape_of(self, value: torch.Tensor) -> tuple[int | str, ...]:
+        """The shape of a fake tensor of this program, symbols by name."""
+        return tuple(self.shapes.name(size) for size in value.shape)
 
     def __str__(self) -> str:
         from graphsrt.printer import print_program

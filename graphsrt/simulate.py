@@ -7,6 +7,7 @@ so an operator that writes in place on one rank cannot repair another.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import reduce
@@ -92,6 +93,8 @@ def _last_uses(program: Program) -> dict[fx.Node, list[fx.Node]]:
 def _run(node: fx.Node, values: dict[fx.Node, Values], ranks: int) -> Values:
     if node.target in ops.COLLECTIVES:
         args = arguments(node)
+        if args.get("rows_of") is not None:
+            args["rows_of"] = values[args["rows_of"]]
         reduced = COLLECTIVE[ops.kind_of_collective(node.target)](values[args["x"]], args)
         if node.target not in ops.AFTER_ALL_REDUCE:
             return reduced
@@ -122,16 +125,28 @@ def _all_reduce(local: Values, args: dict[str, Any]) -> Values:
 
 
 def _all_gather(local: Values, args: dict[str, Any]) -> Values:
-    return [torch.cat(local, args["dim"]) for _ in local]
+    whole = torch.cat(local, args["dim"])
+    rows_of = args.get("rows_of")  # on every rank
+    return [(whole if rows_of is None else whole[: rows_of[rank].shape[0]]).clone() for rank in range(len(local))]
 
 
 def _reduce_scatter(local: Values, args: dict[str, Any]) -> Values:
     total = _all_reduce(local, {"op": "sum"})
-    return [part.clone() for part in total[0].chunk(len(local), args["dim"])]
+    return [_block(total[0], args["dim"], rank, len(local)) for rank in range(len(local))]
 
 
 def _take_own(local: Values, args: dict[str, Any]) -> Values:
-    return [x.chunk(len(local), args["dim"])[rank].clone() for rank, x in enumerate(local)]
+    return [_block(x, args["dim"], rank, len(local)) for rank, x in enumerate(local)]
+
+
+def _block(x: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+    """Block ``rank`` of equal ones. Padding is NaN here, so that whoever looks at it is found out."""
+    length = -(-x.shape[dim] // ranks)
+    start = min(rank * length, x.shape[dim])
+    own = x.narrow(dim, start, min(length, x.shape[dim] - start))
+    shape = list(x.shape)
+    shape[dim] = length - own.shape[dim]
+    return torch.cat([own, x.new_full(shape, math.nan if x.is_floating_point() else 0)], dim)
 
 
 COLLECTIVE: dict[torch._ops.OpOverload, Callable[[Values, dict[str, Any]], Values]] = {

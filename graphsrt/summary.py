@@ -7,6 +7,7 @@ from graphsrt.costs import slot_bytes
 from graphsrt.dump import pass_table, weight_bytes
 from graphsrt.lowering.region_cache import CompileStats
 from graphsrt.passes.runner import Stages
+from graphsrt.passes.scatter_residual import MIN_TOKENS
 from graphsrt.program import Program
 
 SHARDING = "shard_tensor_parallel"
@@ -16,6 +17,10 @@ def summary_text(stages: Stages, stats: CompileStats | None) -> str:
     """The pass table, then one line for each fact."""
     program = stages.final
     lines = [pass_table(program.history).rstrip(), ""]
+    if stages.prefill is not None:
+        shared = sum(mine is other for (_, mine), (_, other) in zip(stages.programs, stages.prefill.programs)) - 1
+        tail = stages.prefill.final.history[shared:]
+        lines += [f"prefill, in steps of {prefill_tokens(stages)} tokens or more:", pass_table(tail).rstrip(), ""]
     lines.append(f"{program.name}, tp={program.mesh.get('tp', 1)}, {str(program.dtype).removeprefix('torch.')}")
     mine = sum(map(weight_bytes, program.weights.values()))
     whole = whole_bytes(stages)
@@ -33,12 +38,23 @@ def summary_text(stages: Stages, stats: CompileStats | None) -> str:
         lines.append(f"  not divided       {miss.node}: {miss.reason}")
     if "kv_pool" in program.inputs:
         lines.append(f"KV of a token       {_bytes(kv_bytes(program))} on each rank")
-    reductions, gathers = ops.count_collectives(node.target for node in program.nodes)
     if ranks > 1:
-        lines.append(f"collectives         {reductions} reductions, {gathers} gathers a step")
+        lines.append(f"collectives         {_collectives(program)} a step")
+        if stages.prefill is not None:
+            lines.append(f"  in prefill        {_collectives(stages.prefill.final)} a step")
     if stats is not None:
         lines.append(f"compiled            {stats}")
     return "\n".join(lines)
+
+
+def prefill_tokens(stages: Stages) -> int | None:
+    """From how many tokens on a step runs the prefill program; None where there is but one program."""
+    return stages.prefill.final.constants[MIN_TOKENS] if stages.prefill is not None else None
+
+
+def _collectives(program: Program) -> str:
+    reductions, gathers = ops.count_collectives(node.target for node in program.nodes)
+    return f"{reductions} reductions, {gathers} gathers"
 
 
 def whole_bytes(stages: Stages) -> int:

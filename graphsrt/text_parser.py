@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from graphsrt.errors import CompileError, explain
-from graphsrt.placement import Layout, Partial, Placement, R, Shard
+from graphsrt.placement import TOKENS, Layout, Partial, Placement, R, Shard, ShardTokens
 from graphsrt.printer import DTYPES, NAME, SEPARATOR, derived_module, type_text
 from graphsrt.program import LOGITS, Input, NearMiss, PassReport, Program, Weight, target_from_name
 from graphsrt.recipes import (
@@ -89,6 +89,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 _TYPE_EXAMPLE = "a type such as bf16[T, 4096/8] S(1)"
+_TOKEN_BLOCKS = re.compile(rf"{TOKENS}/([1-9]\d*)")
 _TYPE = re.compile(r"(\w+)\[(.*)\]\s*(?:(R)|S\((\d+)\)|P\((sum|max)\))?$")
 
 
@@ -105,8 +106,13 @@ def _type(text: str) -> tuple[torch.dtype, tuple[int | str, ...], Placement | No
         if dim >= len(shape) or "/" not in str(shape[dim]):
             raise ValueError(f"{text!r} says S({dim}), but dimension {dim} is no layout")
         local, _, layout = str(shape[dim]).rpartition("?")
-        placement = Shard(dim, parse_layout(layout))
-        shape[dim] = int(local) if local else placement.layout.local_size
+        tokens = _TOKEN_BLOCKS.fullmatch(layout)
+        if tokens and dim == 0:
+            placement = ShardTokens(int(tokens.group(1)))
+            shape[0] = local or placement.local_size
+        else:
+            placement = Shard(dim, parse_layout(layout))
+            shape[dim] = int(local) if local else placement.layout.local_size
     return DTYPES[match.group(1)], tuple(shape), placement
 
 

@@ -21,7 +21,7 @@ import torch.fx as fx
 from graphsrt import ops
 from graphsrt.errors import CompileError
 from graphsrt.miniature import CONTEXT_LENGTH, miniature
-from graphsrt.placement import Layout, Partial, Placement, Replicate, Shard
+from graphsrt.placement import Layout, Partial, Placement, Replicate, Shard, ShardTokens
 from graphsrt.program import Input, Program, Weight, aten, where
 from graphsrt.recipes import Ckpt, DequantFp8, Recipe, RopeTable, Transpose, evaluate, leaves
 from graphsrt.simulate import Values, simulate
@@ -83,12 +83,12 @@ def verify(
     Weights are random in any case. A config, or a model above ``SMALL_PARAMETERS``, is replaced by its miniature.
     Raises CompileError where the passes themselves refuse the model.
     """
-    from graphsrt.passes import PIPELINE
-    from graphsrt.passes.runner import run
+    from graphsrt.passes import PIPELINE, scatter_residual
+    from graphsrt.passes.runner import bind, run_phases
 
-    chosen: Any = PIPELINE if passes is None else passes
-    stages = run(small_program(model, tp), chosen, strict=strict)
-    return verify_stages(stages.programs, seed=seed, passes=chosen)
+    chosen = bind(PIPELINE if passes is None else passes, scatter_residual, min_tokens=1)  # so small, it never paid
+    stages = run_phases(small_program(model, tp), chosen, strict=strict)
+    return verify_stages(stages.everything(), seed=seed, passes=chosen)
 
 
 def small_program(model: Any, tp: int) -> Program:
@@ -419,9 +419,12 @@ class _Watch:
     def __init__(self, stage: _Stage, values: Mapping[str, Any], targets: Mapping[str, Any], told: str):
         self.stage, self.values, self.targets, self.told = stage, values, targets, told
         self.last: fx.Node | None = None
+        self.num_tokens = 0
 
     def __call__(self, node: fx.Node, values: Values) -> None:
         self.last = node
+        if node.name == "positions":
+            self.num_tokens = len(values[0])
         result = self.stage.result
         if not result.ok or values[0] is None:
             return
@@ -456,6 +459,8 @@ class _Watch:
             _bad(result, node, f"has shape {shape} on a rank, its placement is {place} of {place.layout}")
             return
         value = gather(values, place)
+        if isinstance(place, ShardTokens):
+            value = value[: self.num_tokens]  # the rest pads
         if isinstance(place, Shard) and node.op == "call_function":
             wrong = _wrong_copy(values, value, place, self.stage.tolerance)
             if wrong is not None:
@@ -490,7 +495,9 @@ class _Watch:
 
 
 def gather(values: Values, place: Placement | None) -> torch.Tensor:
-    """The global value, put together from every rank's owned positions."""
+    """The global value, put together from every rank's owned positions; of divided tokens with the padding."""
+    if isinstance(place, ShardTokens):
+        return torch.cat(list(values))
     if isinstance(place, Partial):
         stacked = torch.stack(list(values))
         return stacked.sum(0) if place.op == "sum" else stacked.amax(0)

@@ -17,6 +17,7 @@ from graphsrt.errors import CompileError
 from graphsrt.placement import Layout, R, Shard
 from graphsrt.program import Program, arguments, aten
 from graphsrt.runtime.model_runner import EngineSizes, simulated_runner
+from graphsrt.runtime.phases import Phases
 from graphsrt.testing import check_ranks
 from tests.support import latent, tiny
 from tests.support.captures import shared
@@ -55,7 +56,7 @@ def test_pieces_through_the_pool(heads: int, tp: int) -> None:
     sequences = [tiny.tokens(23, seed=5), tiny.tokens(17, seed=6)]
     sizes = EngineSizes(max_running=4, context_length=tiny.CONTEXT, page_size=PAGE, num_pages=24)
     with shared(), graphsrt.compile(net, tp=tp, ranks="simulated", dtype=torch.float64) as compiled:
-        runner = simulated_runner(compiled.program(), compiled.source.require_checkpoint(), sizes)
+        runner = simulated_runner(Phases(compiled.program()), compiled.source.require_checkpoint(), sizes)
         for pool in runner._kv_pools["kv_pool"]:
             pool.fill_(float("nan"))
         for ids, got in zip(sequences, run_pieces(runner, sizes, sequences)):

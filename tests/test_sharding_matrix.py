@@ -14,6 +14,7 @@ from graphsrt.dump import weight_bytes
 from graphsrt.placement import Replicate, Shard
 from graphsrt.program import aten
 from graphsrt.runtime.model_runner import EngineSizes, simulated_runner
+from graphsrt.runtime.phases import Phases
 from tests.support import tiny
 from tests.support.captures import compiled, shared, traced
 
@@ -102,7 +103,7 @@ def check_pieces(family: str, num_heads: int, kv_heads: int, tp: int, layers: in
     sequences = [tiny.tokens(23, seed=5), tiny.tokens(17, seed=6)]
     sizes = EngineSizes(max_running=4, context_length=tiny.CONTEXT, page_size=PAGE, num_pages=24)
     checkpoint = model.source.require_checkpoint()
-    runner = simulated_runner(model.program(), checkpoint, sizes)
+    runner = simulated_runner(Phases(model.program()), checkpoint, sizes)
     for ids, got in zip(sequences, run_pieces(runner, sizes, sequences)):
         assert tiny.worst(got, model.logits(ids)) <= 1e-9
 

@@ -22,9 +22,10 @@ from graphsrt.models.on_meta import on_meta
 from graphsrt.models.source import resolve
 from graphsrt.models.stateful import check_stateless, is_stateful
 from graphsrt.passes import PIPELINE, shard_tensor_parallel
-from graphsrt.passes.runner import Stages, run
+from graphsrt.passes.runner import Stages, run, run_phases
 from graphsrt.program import Program
 from graphsrt.runtime.model_runner import EngineSizes, simulated_runner
+from graphsrt.runtime.phases import Phases
 from graphsrt.simulate import load
 from graphsrt.verification import promoted
 
@@ -173,7 +174,7 @@ def _one(whole: Stages, source: Any, tp: int, reference: _Reference) -> TpResult
     program = whole.final.copy()
     program.mesh = {"tp": tp}
     try:
-        stages = run(program, PIPELINE[_SHARD:])
+        stages = run_phases(program, PIPELINE[_SHARD:])
         # shapes of the checkpoint are those of the captured program: recipes have changed since
         captured = ("capture", whole.programs[0][1].copy())
         final = with_checkpoint_names(Stages([captured, *stages.programs]), source)
@@ -183,7 +184,7 @@ def _one(whole: Stages, source: Any, tp: int, reference: _Reference) -> TpResult
     result = TpResult("ok", audit=audit(final, whole.programs[0][1]))
     try:
         logits = _logits(final, checkpoint)
-        pieces = run_pieces(simulated_runner(final, checkpoint, ENGINE), ENGINE, reference.sequences)
+        pieces = run_pieces(simulated_runner(Phases(final), checkpoint, ENGINE), ENGINE, reference.sequences)
     except (RuntimeError, ValueError, IndexError, AssertionError) as error:
         return TpResult("wrong", f"does not run: {_first_line(error)}", audit=result.audit)
     if reference.first is None:
@@ -209,7 +210,7 @@ def _logits(program: Program, checkpoint: Any) -> dict[int, torch.Tensor]:
     """Of one sequence for each token count, in one step."""
     found = {}
     for count in TOKENS:
-        feeder = Feeder(simulated_runner(program, checkpoint, ENGINE), ENGINE, [tiny_tokens(count, seed=count)])
+        feeder = Feeder(simulated_runner(Phases(program), checkpoint, ENGINE), ENGINE, [tiny_tokens(count, seed=count)])
         feeder.step({0: count})
         found[count] = feeder.logits[0][0]
     return found

@@ -113,11 +113,13 @@ class ProcessCollectives:
         return torch.cat(self._gather(x).unbind(0), dim).to(x.device)
 
     def reduce_scatter(self, x: Tensor, dim: int, op: ReduceOp = "sum") -> Tensor:
-        """This rank's block, of ``size`` equal ones along ``dim``, of ``all_reduce(x)``; the same bits on the CPU."""
+        """This rank's block, of ``size`` equal ones along ``dim``, of ``all_reduce(x)``; the same bits on the CPU.
+
+        Where ``dim`` does not divide, the last blocks end in zeros.
+        """
         _check_op(x, op)
         dim = _check_dim(x, dim)
-        if x.shape[dim] % self.size:
-            raise ValueError(f"reduce_scatter: dim {dim} of {tuple(x.shape)} does not divide over {self.size} ranks")
+        x = padded(x, dim, self.size)
         if self.size == 1:
             return x.clone(memory_format=torch.contiguous_format)
         if x.numel() == 0:
@@ -304,6 +306,14 @@ def _check_dim(x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim {dim} is not a dimension of {tuple(x.shape)}")
     return dim % x.ndim
+
+
+def padded(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """``x``, or where ``dim`` does not divide over ``ranks``: with zeros at its end until it does."""
+    missing = -x.shape[dim] % ranks
+    if not missing:
+        return x
+    return torch.cat([x, x.new_zeros(_replaced(x.shape, dim, missing))], dim)
 
 
 def _replaced(shape: torch.Size, dim: int, length: int) -> list[int]:

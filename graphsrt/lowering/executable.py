@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graphsrt import ops
 from graphsrt.errors import CompileError, explain
+from graphsrt.lowering.collectives import padded
 from graphsrt.lowering.decompose import decompose
 from graphsrt.lowering.region_cache import CompileStats, Progress, compile_regions, load
 from graphsrt.lowering.regions import (
@@ -199,7 +200,7 @@ class Executable:
         if node.target is ops.all_reduce:
             return self._timed(lambda x, *, axis, op="sum": group.all_reduce(x, op))
         if node.target is ops.all_gather:
-            return self._timed(lambda x, *, dim, axis, size: group.all_gather(x, dim))
+            return self._timed(lambda x, *, dim, axis, size, rows_of=None: _rows(group.all_gather(x, dim), rows_of))
         if node.target is ops.reduce_scatter:
             return self._timed(lambda x, *, dim, axis, size: group.reduce_scatter(x, dim))
         assert node.target is ops.take_own
@@ -216,11 +217,15 @@ class Executable:
 
 
 def take_own(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """Block ``rank`` of ``size`` equal ones along ``dim``, contiguous. Raises ``ValueError`` if it does not divide."""
-    if x.shape[dim] % size:
-        raise ValueError(f"take_own: dim {dim} of {tuple(x.shape)} does not divide over {size} ranks")
+    """Block ``rank`` of ``size`` equal ones along ``dim``, contiguous; zeros where ``x`` has ended."""
+    x = padded(x, dim, size)
     length = x.shape[dim] // size
     return x.narrow(dim, rank * length, length).contiguous()
+
+
+def _rows(whole: Tensor, rows_of: Tensor | None) -> Tensor:
+    """The first rows, as many as ``rows_of`` has: padding is at the end."""
+    return whole if rows_of is None else whole[: rows_of.shape[0]]
 
 
 def _region(

@@ -54,9 +54,9 @@ class CompileStats:
 
 
 def compile_regions(
-    program: Program, *, device: str = "cpu", progress: Progress | None = None, max_workers: int | None = None
+    *programs: Program, device: str = "cpu", progress: Progress | None = None, max_workers: int | None = None
 ) -> CompileStats:
-    """Compile what the program needs and the cache lacks. Called once, before the ranks start: they only load.
+    """Compile what the programs need and the cache lacks. Called once, before the ranks start: they only load.
 
     ``progress(done, total, label)`` is called after each distinct region, total counting only those to compile, and
     once at the start. Raises ``CompileError`` for a region that does not compile, and for devices other than the CPU.
@@ -64,7 +64,7 @@ def compile_regions(
     if torch.device(device).type != "cpu":
         raise CompileError(explain(f"regions are compiled for the CPU, not for {device}", hint='use backend="eager"'))
     started = time.perf_counter()
-    regions = distinct_regions(cut(decompose(program)))
+    regions = distinct_regions([step for program in programs for step in cut(decompose(program))])
     missing = [region for region in regions if not is_intact(region)]
     stats = CompileStats(distinct=len(regions))
     for place in filter(Path.exists, map(folder, missing)):

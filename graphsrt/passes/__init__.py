@@ -20,6 +20,7 @@ from graphsrt.passes.recognize_rms_norm import recognize_rms_norm
 from graphsrt.passes.recognize_rope import recognize_rope
 from graphsrt.passes.runner import insert
 from graphsrt.passes.scatter_logits import scatter_logits
+from graphsrt.passes.scatter_residual import scatter_residual
 from graphsrt.passes.select_logit_rows import select_logit_rows
 from graphsrt.passes.shard_tensor_parallel import shard_tensor_parallel
 from graphsrt.passes.split_attention import split_attention
@@ -41,6 +42,7 @@ PIPELINE: list[Callable[..., int]] = [
     page_attention,
     select_logit_rows,
     scatter_logits,
+    scatter_residual,
     fuse_add_rms_norm,
     fuse_add_layer_norm,
     fuse_all_reduce_add_rms_norm,

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphsrt.folding import fold
-from graphsrt.passes import PIPELINE
-from graphsrt.passes.runner import Pass, Stages, pass_name
+from graphsrt.passes import PIPELINE, scatter_residual
+from graphsrt.passes.runner import Pass, Stages, bind, pass_name
 
 _MOST_LINES = 8
 _WIDTH = 160
@@ -30,15 +30,18 @@ layers and a head of its own, on two ranks.
 
 def document(pipeline: Sequence[Pass] = PIPELINE) -> str:
     """The page for ``pipeline``: a heading for each pass, its docstring, and an excerpt of its diff."""
-    stages = _stages(pipeline)
+    both = _stages(pipeline)
     sections = [HEADER]
     for function in pipeline:
         name = pass_name(function)
+        stages = both if name in both.names else both.prefill
+        assert stages is not None, name
         before, after = stages.around(name)
         report = next(r for r in reversed(after.history) if r.name == name)
         shown = _excerpt(fold(before, layer=1), fold(after, layer=1)) or _excerpt(fold(before), fold(after))
         sections.append(f"## {name}\n\n{_docstring(function, name)}\n")
-        sections.append(f"Fires {_times(report.fired)} in the small Llama:\n\n```diff\n{shown}\n```\n")
+        fires = f"Fires {_times(report.fired)} in the small Llama"
+        sections.append(f"{fires}:\n\n```diff\n{shown}\n```\n" if report.fired else f"{fires}.\n")
     return "\n".join(sections)
 
 
@@ -51,7 +54,9 @@ def _stages(pipeline: Sequence[Pass]) -> Stages:
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=96, max_position_embeddings=128, tie_word_embeddings=False,
     )  # fmt: skip
-    return trace(config, tp=2, dtype="bfloat16", passes=pipeline).stages
+    # small as it is, dividing its tokens would never pay
+    passes = bind(pipeline, scatter_residual, min_tokens=1)
+    return trace(config, tp=2, dtype="bfloat16", passes=passes).stages
 
 
 def _docstring(function: Any, name: str) -> str:

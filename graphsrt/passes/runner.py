@@ -35,10 +35,18 @@ class Stages:
     """A program after capture and after each pass, in order. Stages are copies: looking costs a copy, not a run."""
 
     programs: list[tuple[str, Program]] = field(default_factory=list)
+    prefill: Stages | None = None
+    """The stages of the prefill program where it is another one; the first ones, before the parting, are the same."""
 
     @property
     def final(self) -> Program:
         return self.programs[-1][1]
+
+    def everything(self) -> list[tuple[str, Program]]:
+        """The stages, then those of prefill that are others, called ``NAME (prefill)``."""
+        known = {id(program) for _, program in self.programs}
+        more = self.prefill.programs if self.prefill else []
+        return [*self.programs, *((f"{name} (prefill)", p) for name, p in more if id(p) not in known)]
 
     @property
     def names(self) -> list[str]:
@@ -77,6 +85,11 @@ def select(pipeline: Sequence[Pass], *, without: Iterable[str] = (), stop_after:
     return [function for function, name in zip(pipeline[:end], names[:end]) if name not in set(without)]
 
 
+def bind(passes: Sequence[Pass], function: Pass, **options: Any) -> list[Pass]:
+    """The passes with options given to one of them, where it is there and was given none."""
+    return [functools.partial(function, **options) if one is function else one for one in passes]
+
+
 def insert(pipeline: Sequence[Pass], new: Pass, *, before: str | None = None, after: str | None = None) -> list[Pass]:
     """The pipeline with a pass put before or after another one.
 
@@ -102,7 +115,6 @@ def run(
     strict: bool = False,
     dump: DumpFolder | None = None,
     limits: dict[str, int] | None = None,
-    keep_stages: bool = True,
     may_miss: Container[str] = (),
 ) -> Stages:
     """Run ``passes`` on ``program`` (it is modified) and return every stage.
@@ -114,21 +126,78 @@ def run(
     stages = Stages([("capture", program.copy())])
     if dump is not None:
         dump.stage(0, "capture", program)
-    for index, function in enumerate(passes, start=1):
-        before = stages.final
-        name = pass_name(function)
-        report = _run_one(program, function, before, dump, (limits or {}).get(name), name in may_miss)
-        if strict and report.name == "shard_tensor_parallel" and report.near_misses:
-            _refuse_replicated(report)
-        if not keep_stages:
-            del stages.programs[1:]
-        stages.programs.append((report.name, program.copy()))
-        if dump is not None and report.fired:
-            dump.stage(index, report.name, program)
-            dump.diff(index, report.name, before, program)
+    _run_all(program, passes, stages, strict, dump, limits or {}, may_miss)
     if dump is not None:
         dump.finish(program, program.history)
     return stages
+
+
+def run_phases(
+    program: Program,
+    passes: Sequence[Pass],
+    *,
+    strict: bool = False,
+    dump: DumpFolder | None = None,
+    limits: dict[str, int] | None = None,
+) -> Stages:
+    """:func:`run` for a program that parts: passes with an attribute ``phase = "prefill"`` run for prefill only.
+
+    The stages are those of decoding; ``prefill`` of them has the others, or is None where no such pass did anything.
+    From the parting on, both programs have the same weights, so no pass after it may edit a recipe.
+    """
+    special = [function for function in passes if _attribute(function, "phase", None) == "prefill"]
+    parting = passes.index(special[0]) if special else len(passes)
+    stages = Stages([("capture", program.copy())])
+    if dump is not None:
+        dump.stage(0, "capture", program)
+    _run_all(program, passes[:parting], stages, strict, dump, limits or {})
+    twin, prefill = program.copy(), Stages(list(stages.programs))
+    last = passes.index(special[-1]) + 1 if special else parting
+    _run_all(twin, passes[parting:last], prefill, strict, dump, limits or {}, suffix=".prefill")
+    if any(r.fired for r in twin.history if r.name in map(pass_name, special)):
+        _run_all(twin, passes[last:], prefill, strict, dump, limits or {}, suffix=".prefill")
+        stages.prefill = prefill
+        rest = [function for function in passes[parting:] if function not in special]
+        if dump is not None:
+            dump.go_back(parting, *stages.programs[-1])
+    else:
+        rest = list(passes[parting:])  # one program, in whose history they say why they did nothing
+    _run_all(program, rest, stages, strict, dump, limits or {})
+    if stages.prefill is not None and set(twin.weights) != set(program.weights):
+        raise CompileError(
+            explain(
+                "prefill and decode want different weights, which would then exist twice",
+                got=", ".join(sorted(set(twin.weights) ^ set(program.weights))[:5]),
+                hint="a pass after the parting may not edit recipes",
+            )
+        )
+    if dump is not None:
+        parted = stages.prefill.final.history[parting:] if stages.prefill else []
+        dump.finish(program, [*program.history, *parted])
+    return stages
+
+
+def _run_all(
+    program: Program,
+    passes: Sequence[Pass],
+    stages: Stages,
+    strict: bool,
+    dump: DumpFolder | None,
+    limits: dict[str, int],
+    may_miss: Container[str] = (),
+    suffix: str = "",
+) -> None:
+    """Run passes and append what they leave to the stages. ``suffix``: of names in the dump."""
+    for index, function in enumerate(passes, start=len(stages.programs)):
+        before = stages.final
+        name = pass_name(function)
+        report = _run_one(program, function, before, dump, limits.get(name), name in may_miss)
+        if strict and report.name == "shard_tensor_parallel" and report.near_misses:
+            _refuse_replicated(report)
+        stages.programs.append((report.name, program.copy()))
+        if dump is not None and report.fired:
+            dump.stage(index, report.name + suffix, program)
+            dump.diff(index, report.name + suffix, before, program)
 
 
 def _run_one(
@@ -142,6 +211,8 @@ def _run_one(
     accepted = _parameters(function)
     if "near_misses" in accepted:
         options["near_misses"] = report.near_misses
+    if "notes" in accepted:
+        options["notes"] = report.notes
     if limit is not None:
         if "limit" not in accepted:
             raise ValueError(f"{name} takes no limit; only rewrite passes can be cut short")

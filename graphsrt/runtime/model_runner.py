@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from graphsrt.errors import CompileError, explain
+from graphsrt.errors import CompileError
 from graphsrt.lowering.collectives import ProcessCollectives
 from graphsrt.lowering.executable import Executable
 from graphsrt.models.checkpoint import open_spec
-from graphsrt.printer import print_program
 from graphsrt.program import LOGITS, Program
 from graphsrt.runtime.agreement import COMPARE_EVERY, Agreement
 from graphsrt.runtime.forward_batch import ForwardBatch
 from graphsrt.runtime.load_plan import LoadReport
 from graphsrt.runtime.logprobs import log_probabilities
+from graphsrt.runtime.phases import Phases
 from graphsrt.runtime.sampler import Sampling, sample
 from graphsrt.runtime.split_logits import Columns, Gather, edit
 from graphsrt.runtime.weights import load_weights
@@ -47,10 +47,9 @@ class EngineSizes:
 
 @dataclass(frozen=True)
 class RankInit:
-    """What a rank process is started with. ``text_hash`` is that of the program's text without its history."""
+    """What a rank process is started with. ``texts``: of :meth:`Phases.texts`."""
 
-    text: str
-    text_hash: str
+    texts: tuple[tuple[str, str], ...]
     checkpoint: dict[str, Any]
     sizes: EngineSizes
     backend: str
@@ -58,9 +57,7 @@ class RankInit:
     compare_every: int = COMPARE_EVERY
 
 
-def text_hash(program: Program) -> str:
-    """Hash of a program's text without the history, which has times in it."""
-    return hashlib.sha256(print_program(program, history=False).encode()).hexdigest()
+Execute = Callable[[dict[str, Any]], dict[str, list[torch.Tensor]]]
 
 
 class ModelRunner:
@@ -68,7 +65,7 @@ class ModelRunner:
 
     execute: a step's inputs → what the program returns by name, each on this rank or, with ``pools`` of them, on all
     ranks: ``logits`` [R, V], or each rank's columns of them, which ``gather`` puts together where that is asked for;
-    hidden states [R, E].
+    hidden states [R, E]. ``prefill``: from how many tokens on another function does the same, and that function.
     """
 
     load_report: LoadReport | None = None
@@ -76,9 +73,10 @@ class ModelRunner:
     def __init__(
         self,
         program: Program,
-        execute: Callable[[dict[str, Any]], dict[str, list[torch.Tensor]]],
+        execute: Execute,
         sizes: EngineSizes,
         *,
+        prefill: tuple[int, Execute] | None = None,
         rank: int = 0,
         gather: Gather = torch.stack,
         device: str = "cpu",
@@ -90,6 +88,7 @@ class ModelRunner:
         self._agreement = agreement or Agreement(None)
         self._collectives_s = collectives_s
         self._execute = execute
+        self._prefill = prefill
         self._rank = rank
         self._device = device
         self._columns = Columns.of(program.output, rank, gather)
@@ -154,9 +153,10 @@ class ModelRunner:
         }
         if self._embeds is not None:
             inputs.update(self._embeddings(batch))
-        given = {
-            name: [part[: len(batch.logit_rows)] for part in parts] for name, parts in self._execute(inputs).items()
-        }
+        execute = self._execute
+        if self._prefill is not None and batch.num_tokens >= self._prefill[0]:
+            execute = self._prefill[1]
+        given = {name: [part[: len(batch.logit_rows)] for part in parts] for name, parts in execute(inputs).items()}
         local = given.pop(LOGITS)
         if self._rank != 0 and not self._columns.split and not self._agreement.due:
             return None
@@ -191,6 +191,7 @@ class ModelRunner:
         self._kv_pools, self._pool_inputs = {}, {}
         self._req_to_token = None  # type: ignore[assignment]
         self._execute = _closed
+        self._prefill = None
 
     def _embeddings(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
         assert self._embeds is not None
@@ -213,7 +214,7 @@ def _closed(_: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
 
 
 def rank_runner(
-    program: Program,
+    phases: Phases,
     rank: int,
     collectives: ProcessCollectives | None,
     checkpoint: Any,
@@ -224,36 +225,48 @@ def rank_runner(
     progress: Callable[[int, int, str], None] | None = None,
     compare_every: int = COMPARE_EVERY,
 ) -> ModelRunner:
-    """A runner with its own rank's weights, which are read here."""
+    """A runner with its own rank's weights, which are read here, once for all phases."""
+    program = phases.decode
     weights, report = load_weights(program, rank, checkpoint, device=device, progress=progress, collectives=collectives)
-    executable = Executable(program, weights, backend=backend, collectives=collectives)  # type: ignore[arg-type]
+    executables = [
+        Executable(one, weights, backend=backend, collectives=collectives)  # type: ignore[arg-type]
+        for one in phases.all()
+    ]
 
     def gather(own: list[torch.Tensor]) -> torch.Tensor:
         start = time.perf_counter()
         gathered = torch.stack(own) if collectives is None else collectives.all_gather(own[0][None], 0)
-        executable.collectives_s += time.perf_counter() - start
+        executables[0].collectives_s += time.perf_counter() - start
         return gathered
 
-    def execute(inputs: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+    def run(executable: Executable, inputs: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
         return {name: [value] for name, value in executable.run(inputs).items()}
 
+    execute, *others = (partial(run, executable) for executable in executables)
     runner = ModelRunner(
-        program, execute, sizes, rank=rank, gather=gather, device=device,
-        collectives_s=lambda: executable.collectives_s, agreement=Agreement(collectives, compare_every),
+        program, execute, sizes, prefill=_with_least(phases, others), rank=rank, gather=gather, device=device,
+        collectives_s=lambda: sum(one.collectives_s for one in executables),
+        agreement=Agreement(collectives, compare_every),
     )  # fmt: skip
     runner.load_report = report
     return runner
 
 
-def simulated_runner(program: Program, checkpoint: Any, sizes: EngineSizes) -> ModelRunner:
-    """A runner of all ranks in this process, eagerly, node by node."""
-    weights = load(program, checkpoint)
-    ranks = max(program.mesh.get("tp", 1), 1)
+def _with_least(phases: Phases, others: Sequence[Execute]) -> tuple[int, Execute] | None:
+    least = phases.min_tokens
+    return None if least is None else (least, others[0])
 
-    def execute(inputs: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+
+def simulated_runner(phases: Phases, checkpoint: Any, sizes: EngineSizes) -> ModelRunner:
+    """A runner of all ranks in this process, eagerly, node by node."""
+    weights = load(phases.decode, checkpoint)
+    ranks = max(phases.decode.mesh.get("tp", 1), 1)
+
+    def run(program: Program, inputs: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
         return simulate_outputs(program, inputs, weights)
 
-    return ModelRunner(program, execute, sizes, pools=ranks)
+    execute, *others = (partial(run, program) for program in phases.all())
+    return ModelRunner(phases.decode, execute, sizes, prefill=_with_least(phases, others), pools=ranks)
 
 
 def create(rank: int, size: int, collectives: ProcessCollectives, init: bytes) -> ModelRunner:
@@ -261,12 +274,9 @@ def create(rank: int, size: int, collectives: ProcessCollectives, init: bytes) -
     from graphsrt.runtime.workers import report_progress
 
     given: RankInit = pickle.loads(init)  # from our own parent process, over an inherited socket
-    program = Program.from_text(given.text)
-    if text_hash(program) != given.text_hash:
-        raise CompileError(explain("the program did not survive its text", where=f"rank {rank}",
-                                   expected=given.text_hash, got=text_hash(program)))  # fmt: skip
-    if program.mesh.get("tp", 1) != size:
-        raise CompileError(f"the program is for {program.mesh.get('tp', 1)} ranks, the group has {size}")
+    phases = Phases.from_texts(given.texts, where=f"rank {rank}")
+    if phases.decode.mesh.get("tp", 1) != size:
+        raise CompileError(f"the program is for {phases.decode.mesh.get('tp', 1)} ranks, the group has {size}")
     checkpoint = open_spec(given.checkpoint)
     device = given.device if given.device == "cpu" else f"{given.device}:{rank}"
     last = [-1]
@@ -278,6 +288,6 @@ def create(rank: int, size: int, collectives: ProcessCollectives, init: bytes) -
             report_progress(done, total, label)
 
     return rank_runner(
-        program, rank, collectives, checkpoint, given.sizes, backend=given.backend, device=device, progress=progress,
+        phases, rank, collectives, checkpoint, given.sizes, backend=given.backend, device=device, progress=progress,
         compare_every=given.compare_every,
     )  # fmt: skip

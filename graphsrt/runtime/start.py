@@ -21,8 +21,9 @@ from graphsrt.program import Program
 from graphsrt.recipes import leaves
 from graphsrt.runtime.agreement import COMPARE_EVERY
 from graphsrt.runtime.executor import STALL_TIMEOUT_S, GroupExecutor, LocalExecutor, WorkersExecutor
-from graphsrt.runtime.model_runner import EngineSizes, RankInit, rank_runner, simulated_runner, text_hash
+from graphsrt.runtime.model_runner import EngineSizes, RankInit, rank_runner, simulated_runner
 from graphsrt.runtime.network import interface_towards
+from graphsrt.runtime.phases import Phases
 
 RUNNER = "graphsrt.runtime.model_runner:create"
 """What rank processes run."""
@@ -42,26 +43,26 @@ class RankOptions:
 
 
 def start_ranks(
-    source: ModelSource, program: Program, sizes: EngineSizes, tp: int, options: RankOptions, *, simulated: bool = False
+    source: ModelSource, phases: Phases, sizes: EngineSizes, tp: int, options: RankOptions, *, simulated: bool = False
 ) -> LocalExecutor | WorkersExecutor | GroupExecutor:
-    """Load the program's weights where they are to be used. Raises as :func:`graphsrt.compile`."""
+    """Load the programs' weights where they are to be used. Raises as :func:`graphsrt.compile`."""
     checkpoint = source.require_checkpoint()
     if simulated:
-        return LocalExecutor(simulated_runner(program, checkpoint, sizes))
+        return LocalExecutor(simulated_runner(phases, checkpoint, sizes))
     if options.group_size:
-        return _in_group(program, checkpoint, sizes, tp, options)
+        return _in_group(phases, checkpoint, sizes, tp, options)
     if tp > 1:
-        return _in_processes(program, checkpoint, source.module is not None, sizes, tp, options)
+        return _in_processes(phases, checkpoint, source.module is not None, sizes, tp, options)
     with Bar("load", options.progress) as tell:
         return LocalExecutor(
             rank_runner(
-                program, 0, None, checkpoint, sizes, backend=options.backend, device=options.device, progress=tell
+                phases, 0, None, checkpoint, sizes, backend=options.backend, device=options.device, progress=tell
             )
         )
 
 
 def _in_processes(
-    program: Program, checkpoint: Checkpoint, in_memory: bool, sizes: EngineSizes, tp: int, options: RankOptions
+    phases: Phases, checkpoint: Checkpoint, in_memory: bool, sizes: EngineSizes, tp: int, options: RankOptions
 ) -> WorkersExecutor:
     tell: Callable[[int, int, str], None]
 
@@ -73,11 +74,10 @@ def _in_processes(
         given = checkpoint
         try:
             if isinstance(checkpoint, StateDictCheckpoint) and in_memory:
-                fds.append(write_safetensors_memfd({name: checkpoint.read(name) for name in _needed(program)}))
+                fds.append(write_safetensors_memfd({name: checkpoint.read(name) for name in _needed(phases.decode)}))
                 given = SafetensorsCheckpoint(f"/proc/self/fd/{fds[0]}")
             about = RankInit(
-                str(program), text_hash(program), given.spec(), sizes, options.backend, options.device,
-                options.compare_every,
+                phases.texts(), given.spec(), sizes, options.backend, options.device, options.compare_every
             )  # fmt: skip
             with Bar("load", options.progress) as tell:
                 yield pickle.dumps(about), fds
@@ -100,7 +100,7 @@ def _needed(program: Program) -> list[str]:
 
 
 def _in_group(
-    program: Program, checkpoint: Checkpoint, sizes: EngineSizes, tp: int, options: RankOptions
+    phases: Phases, checkpoint: Checkpoint, sizes: EngineSizes, tp: int, options: RankOptions
 ) -> GroupExecutor:
     if options.group_size != tp:
         raise ValueError(
@@ -114,7 +114,7 @@ def _in_group(
     collectives = ProcessCollectives.over_world(options.stall_timeout)
     try:
         runner = rank_runner(
-            program, collectives.rank, collectives, checkpoint, sizes, backend=options.backend, device=device,
+            phases, collectives.rank, collectives, checkpoint, sizes, backend=options.backend, device=device,
             compare_every=options.compare_every,
         )  # fmt: skip
         return GroupExecutor(collectives, runner)
