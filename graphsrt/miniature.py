@@ -17,6 +17,7 @@ _WIDTHS = (
     "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size", "shared_intermediate_size",
     "shared_expert_intermediate_size", "intermediate_size_mlp",
 )  # fmt: skip
+_LATENTS = ("q_lora_rank", "kv_lora_rank")
 _OTHER_WIDTHS = ("word_embed_proj_dim", "embedding_size")
 _WINDOW = 5
 """Tokens of a miniature's sliding window: shorter than the longest test sequence, so that windows matter."""
@@ -46,6 +47,7 @@ def miniature(config: Any, tp: int) -> Any:
         if isinstance(value, int) and value > 0:
             taken.add(new := _like(value, tp, 40 + 2 * tp, taken))
             setattr(small, name, new)
+    _latent_heads(small, tp, head_dim, taken)
     small.vocab_size = _like(int(small.vocab_size), tp, 64 + 3 * tp, taken)
     _layers(small)
     _ropes(small, int(own_head_dim or hidden // heads), head_dim)
@@ -59,6 +61,21 @@ def miniature(config: Any, tp: int) -> Any:
     if getattr(small, "quantization_config", None) is not None:
         del small.quantization_config
     return small
+
+
+def _latent_heads(config: Any, tp: int, head_dim: int, taken: set[int]) -> None:
+    """Latent attention: ranks of the latents and the parts of a head shrink; the rotated part is a whole head of the
+    rotary embedding."""
+    if not getattr(config, "kv_lora_rank", None):
+        return
+    _set(config, "qk_rope_head_dim", head_dim)
+    _set(config, "qk_nope_head_dim", head_dim + 2)
+    _set(config, "v_head_dim", head_dim + 4)
+    _set(config, "qk_head_dim", 2 * head_dim + 2)
+    for name in _LATENTS:
+        if getattr(config, name, None):
+            taken.add(new := _like(int(getattr(config, name)), tp, 3 * head_dim, taken))
+            setattr(config, name, new)
 
 
 def _set(config: Any, name: str, value: Any) -> None:

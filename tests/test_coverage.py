@@ -85,6 +85,10 @@ def test_architectures_are_all_told_apart() -> None:
     known = {one.model_type: one for one in architectures()}
     assert len(known) > 150 and known["llama"].apart is None
     assert known["bert"].apart and known["bart"].apart and known["gemma3"].apart
+    for name, why in {"git": "image", "xlm": "causal=False", "xlnet": "attn_type='bi'"}.items():
+        assert why in known[name].apart
+    for name in ("doge", "cpmant", "blt", "phi4_multimodal"):  # decoders, whether they can be divided or not
+        assert known[name].apart is None
     for name in ("llama", "gemma2", "qwen2_moe", "deepseek_v3", "gpt_oss"):
         for sizes in SIZES.values():
             config = tiny_config(name, sizes)

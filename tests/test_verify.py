@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from graphsrt import ops
 from graphsrt.capture import capture, meta_model
@@ -167,6 +167,24 @@ def test_miniature_keeps_one_layer_of_each_kind() -> None:
     assert small.vocab_size % 2 == config.vocab_size % 2
     uniform = miniature(tiny.config("llama", 4, 2, layers=8), 2)
     assert uniform.num_hidden_layers == 2
+
+
+def test_miniature_of_latent_attention() -> None:
+    """DeepSeek-V3: latents and parts of heads shrink, all to different sizes; heads, experts and the first layers of
+    each kind stay."""
+    config = AutoConfig.for_model("deepseek_v3")
+    small = miniature(config, 8)
+    kept = ("num_attention_heads", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group")
+    assert [getattr(small, name) for name in kept] == [getattr(config, name) for name in kept]
+    sizes = [small.qk_rope_head_dim, small.qk_nope_head_dim, small.v_head_dim, small.qk_head_dim, small.kv_lora_rank,
+             small.q_lora_rank, small.moe_intermediate_size, small.intermediate_size, small.hidden_size]  # fmt: skip
+    assert len(set(sizes)) == len(sizes) and max(sizes[:-1]) < 100
+    assert small.head_dim == small.qk_rope_head_dim and small.first_k_dense_replace == 1 < small.num_hidden_layers
+    small.num_attention_heads = small.num_key_value_heads = 6  # keeps this test short, as do fewer experts
+    small.n_routed_experts, small.n_group, small.topk_group, small.num_experts_per_tok = 10, 2, 1, 3
+    small.hidden_size = 46
+    report = verify(small, 4)
+    assert report.ok, str(report)
 
 
 def test_half_precision_programs_are_compared_in_float64() -> None:

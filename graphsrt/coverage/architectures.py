@@ -9,9 +9,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from graphsrt.errors import CompileError
-from graphsrt.models.registry import lookup, model_config
+from graphsrt.models.registry import UNSERVABLE, lookup, model_config
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
+_BOTH_WAYS = {"causal": False, "attn_type": "bi"}
+"""Fields by which XLM and XLNet say what BERT says with ``is_decoder``."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,18 @@ def _architecture(model_type: str) -> Architecture:
         return Architecture(model_type, class_name, "encoder-decoder")
     if "is_decoder" in _fields(config_class) and not model_type.startswith("gpt_neox"):
         return Architecture(model_type, class_name, "an encoder that attends in both directions (is_decoder=False)")
+    if "vision_config" in _fields(config_class) and class_name in UNSERVABLE:
+        return Architecture(model_type, class_name, f"multimodal: {UNSERVABLE[class_name]}")
     try:
         config = config_class()
     except Exception:  # noqa: BLE001  (a class whose defaults it refuses itself is a row that says so)
         return Architecture(model_type, class_name)
     if getattr(config, "is_encoder_decoder", False):
         return Architecture(model_type, class_name, "encoder-decoder")
+    for name, value in _BOTH_WAYS.items():
+        if getattr(config, name, None) == value:
+            both = f"attends in both directions unless its config says otherwise ({name}={value!r})"
+            return Architecture(model_type, class_name, both)
     try:
         found = lookup(config)
     except CompileError as error:

@@ -56,6 +56,7 @@ READABLE: dict[str, Target] = {
 """Architecture -> reference model to read, where the transformers class can be captured as well and is by default."""
 
 UNSERVABLE: dict[str, str] = {
+    "BltForCausalLM": "it puts bytes together to patches, as many as the text decides, and bytes attend to patches",
     "CpmAntForCausalLM": "it puts a learned prompt first and adds a learned bias to the score of each pair of tokens",
     "DogeForCausalLM": "the values that its layers compute choose which earlier tokens are seen",
     "GitForCausalLM": "it describes an image, which a program here does not take",
@@ -97,7 +98,7 @@ def check_servable(config: PretrainedConfig, architecture: str) -> None:
     if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
         reason = "its earlier loops read keys of the last one (recurrent_kv_cache_mode='last_loop')"
     if reason is not None and reference(architecture) is None:
-        raise _refuse(config, reason)
+        raise _refuse(config, reason, expected="attention to cached keys and values, by the order of tokens alone")
 
 
 def _listed(variable: str) -> list[str]:
@@ -169,13 +170,15 @@ def _load(architecture: str, target: Target, origin: str) -> type[nn.Module]:
     return found
 
 
-def _refuse(config: PretrainedConfig, why: str, hint: str | None = None) -> CompileError:
+def _refuse(
+    config: PretrainedConfig, why: str, hint: str | None = None, expected: str = "a decoder-only causal LM"
+) -> CompileError:
     names = ", ".join(getattr(config, "architectures", None) or []) or "no architectures"
     return CompileError(
         explain(
             f"{config.model_type} is not a causal language model that graphsrt can compile: {why}",
             where=f"config with model_type {config.model_type!r} ({names})",
-            expected="a decoder-only causal LM",
+            expected=expected,
             hint=hint,
         )
     )

@@ -14,6 +14,7 @@ from transformers import (
     BertConfig,
     BloomConfig,
     BloomForCausalLM,
+    BltConfig,
     CpmAntConfig,
     DogeConfig,
     GitConfig,
@@ -164,8 +165,9 @@ def test_a_plain_module_in_memory() -> None:
 
 def test_what_no_program_can_honour(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused with the reason itself, before capture; who registers a model of it knows better."""
-    for config in (GitConfig(), CpmAntConfig(), DogeConfig()):
-        with pytest.raises(CompileError, match=r"can compile: (it|the values)"):
+    for config in (GitConfig(), CpmAntConfig(), DogeConfig(), BltConfig()):
+        with pytest.raises(CompileError, match=r"can compile: (it|the values)") as caught:
             resolve(config)
+        assert "by the order of tokens alone" in str(caught.value)
     monkeypatch.setattr(registry, "_registered", {"DogeForCausalLM": Llama})
     assert captured(DogeConfig()) == "graphsrt.models.llama:Llama"
