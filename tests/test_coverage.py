@@ -37,6 +37,8 @@ def test_mechanism(mechanism: str) -> None:
         assert 0 <= result.error_eager <= EAGER_TOLERANCE and 0 <= result.error_pieces <= EAGER_TOLERANCE
     assert not row.without_effect, f"would not be missed: {row.without_effect}"
     assert 0 < row.tp[4].error_ranks <= RANKS_TOLERANCE, "sums in another order: exactly equal would be no sharding"
+    layers = [count for layer, count in row.tp[4].audit.collectives.items() if layer not in ("ends", "small")]
+    assert layers == [2] * len(layers), "each layer completes what it made itself, wherever a fusion does so"
     assert row.tp[4].audit.bytes_per_rank < 0.5 * row.tp[4].audit.total_bytes
 
 
