@@ -21,8 +21,8 @@ from graphsrt.models.tying import with_base_prefix
 
 # A name of the inner checkpoint, or ["stack", dim, [parts]], ["cat", dim, [parts]], ["swap", dim, dim, part],
 # ["cut", dim, start, stop, part], ["item", dim, index, part], ["view", shape, part], ["same", 0, [parts]] (tensors of
-# equal values, of which one is read), ["fp8", shape, [rows, columns], [numbers, scales]] (an FP8 matrix times its scales,
-# one for each block). Plain lists, so that the view travels to rank processes as JSON.
+# equal values, of which one is read), ["fp8", shape, [rows, columns], [numbers, scales]] (an FP8 matrix times its
+# scales, one for each block). Plain lists, so that the view travels to rank processes as JSON.
 Layout = Any
 
 
