@@ -25,7 +25,7 @@ import torch.fx as fx
 from graphsrt.check_placements import _leaf_shapes as whole_shapes
 from graphsrt.errors import CompileError
 from graphsrt.passes.runner import Pass, pass_name, run
-from graphsrt.placement import Partial, Placement, Shard
+from graphsrt.placement import Partial, Placement, Shard, ShardTokens
 from graphsrt.printer import diff_text, print_program
 from graphsrt.program import Input, NearMiss, Program, Weight
 from graphsrt.recipes import Cat, Ckpt, DequantFp8, Mul, OnOwner, Recipe, Repeat, ShardOf, Take, TensorSource, Transpose
@@ -173,9 +173,14 @@ def result(
     return whole(simulate(program, inputs, weights), program.output.meta.get("placement"))
 
 
-def whole(values: Values, placement: Placement | None) -> torch.Tensor:
-    """The global value of one local tensor for each rank. AssertionError if replicas or copies of a shard differ."""
+def whole(values: Values, placement: Placement | None, tokens: int | None = None) -> torch.Tensor:
+    """The global value of one local tensor for each rank. AssertionError if replicas or copies of a shard differ.
+
+    ``tokens``: of the step, where they are divided.
+    """
     match placement:
+        case ShardTokens():
+            return torch.cat(list(values))[:tokens]
         case Partial(op):
             return torch.stack(values).sum(0) if op == "sum" else torch.stack(values).amax(0)
         case Shard(dim, layout):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 from graphsrt.check_placements import check_placements
 from graphsrt.errors import CompileError
+from graphsrt.passes import scatter_residual
+from graphsrt.passes.runner import run
 from graphsrt.program import Program
 from graphsrt.simulate import load
 from graphsrt.testing import RandomSource, checkpoint_shapes, example_inputs, result
@@ -23,6 +26,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "qwen3": {"heads": 9, "kv_heads": 3, "tp": 3},  # per-head norms
     "olmo2": {"heads": 6, "kv_heads": 3, "tp": 2},  # norms over a divided width
     "mixtral": {"heads": 4, "kv_heads": 2, "tp": 3},  # experts and their router
+    "gemma2, tokens divided": {"heads": 4, "kv_heads": 2, "tp": 3, "scattered": True},
     "gpt_neox": {"heads": 5, "kv_heads": 5, "tp": 2},  # parallel branches, layer norms
 }
 EACH = 100
@@ -53,11 +57,16 @@ def outcome(original: Program, seed: int, source: RandomSource, wanted: torch.Te
     return ("equal" if same else "other model"), told
 
 
+def sharded(family: str, *, scattered: bool = False, **options: Any) -> Program:
+    program = captures.stage("shard_tensor_parallel", family.partition(",")[0], **options)
+    return run(program, [partial(scatter_residual, min_tokens=1)]).final if scattered else program
+
+
 @pytest.mark.parametrize("family", PROGRAMS)
 def test_what_is_accepted_is_true(family: str) -> None:
     """No mutation is both accepted and untrue: "other model" ones compute something else, but on every rank alike,
     which comparing with the program before (``graphsrt.verify``) tells, and no placement could."""
-    original = captures.stage("shard_tensor_parallel", family, **PROGRAMS[family])
+    original = sharded(family, **PROGRAMS[family])
     source = RandomSource(checkpoint_shapes(original))
     inputs = example_inputs(original, TOKENS)
     wanted = result(original, inputs, load(original, source))

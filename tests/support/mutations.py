@@ -10,13 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.placement import Layout, Run, Shard
+from graphsrt.placement import Layout, Run, Shard, ShardTokens
 from graphsrt.program import Program, arguments, aten, map_arguments
 from graphsrt.recipes import Ckpt, OnOwner, Recipe, ShardOf, Take, Transpose
 from graphsrt.simulate import Values, simulate
@@ -265,14 +266,18 @@ def untrue(program: Program, inputs: dict[str, torch.Tensor], weights: dict[str,
     """The first value that is not what its operator gives of its arguments, all put together; None if there is none."""
     seen: dict[fx.Node, Values] = {}
     simulate(program, inputs, weights, watch=lambda node, values: seen.__setitem__(node, values))
+    put = partial(whole, tokens=len(inputs["positions"]))
     for node, values in seen.items():
-        told = _untrue(program, node, seen, values)
+        told = _untrue(program, node, seen, values, put)
         if told is not None:
             return f"{node.name}: {told}"
     return None
 
 
-def _untrue(program: Program, node: fx.Node, seen: dict[fx.Node, Values], values: Values) -> str | None:
+Put = Callable[..., torch.Tensor]
+
+
+def _untrue(program: Program, node: fx.Node, seen: dict[fx.Node, Values], values: Values, put: Put) -> str | None:
     place = node.meta.get("placement")
     if _is_start(program, node):
         return None  # each rank its own
@@ -282,7 +287,7 @@ def _untrue(program: Program, node: fx.Node, seen: dict[fx.Node, Values], values
             return None if same else "ranks hold different values"
         return "a tuple that is not whole"
     try:
-        got = whole(values, place)
+        got = put(values, place)
     except (AssertionError, RuntimeError) as error:
         return str(error)
     if isinstance(place, Shard):
@@ -293,10 +298,10 @@ def _untrue(program: Program, node: fx.Node, seen: dict[fx.Node, Values], values
         return None  # slices: of gathered logits, checked with the result
     if node.target in ops.COLLECTIVES:
         x = arguments(node)["x"]
-        if node.target is ops.all_gather:
+        if node.target is ops.all_gather and not isinstance(x.meta["placement"], ShardTokens):
             return None  # in gathered order; checked with the result
-        return _differs(whole(seen[x], x.meta["placement"]), got)
-    return _differs(_one_rank(program, node, seen, place), got)
+        return _differs(put(seen[x], x.meta["placement"]), got)
+    return _differs(_one_rank(program, node, seen, place, put), got)
 
 
 def _untrue_copies(program: Program, node: fx.Node, got: torch.Tensor, values: Values, place: Shard) -> str | None:
@@ -315,12 +320,12 @@ def _untrue_copies(program: Program, node: fx.Node, got: torch.Tensor, values: V
     return None
 
 
-def _one_rank(program: Program, node: fx.Node, seen: dict[fx.Node, Values], place: Any) -> torch.Tensor:
+def _one_rank(program: Program, node: fx.Node, seen: dict[fx.Node, Values], place: Any, put: Put) -> torch.Tensor:
     def put_together(argument: fx.Node) -> Any:
         if _is_start(program, argument):
             return None
         values = seen[argument]
-        return values[0] if isinstance(values[0], tuple) else whole(values, argument.meta["placement"])
+        return values[0] if isinstance(values[0], tuple) else put(values, argument.meta["placement"])
 
     values = {argument: put_together(argument) for argument in node.all_input_nodes}
     if node.target is ops.vocab_embedding:
