@@ -19,13 +19,14 @@ from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
 from graphsrt.models.on_meta import on_meta
+from graphsrt.models.quantization.kv_cache import cache_scales
 from graphsrt.models.quantization.recipes import mark_stored
 from graphsrt.models.source import ModelSource, resolve
 from graphsrt.passes import PIPELINE, page_attention, scatter_residual, shard_tensor_parallel
 from graphsrt.passes.plugins import with_installed
 from graphsrt.passes.runner import Pass, Stages, bind, run_phases, select
 from graphsrt.program import Program
-from graphsrt.recipes import rename
+from graphsrt.recipes import FP8, rename
 from graphsrt.runtime.agreement import COMPARE_EVERY
 from graphsrt.runtime.engine import Engine
 from graphsrt.runtime.executor import STALL_TIMEOUT_S
@@ -49,6 +50,7 @@ def trace(
     tp: int = 1,
     dtype: torch.dtype | str | None = None,
     kv_dtype: torch.dtype | str | None = None,
+    kv_scales: str | os.PathLike | None = None,
     passes: Sequence[Pass] | None = None,
     without: Iterable[str] = (),
     stop_after: str | None = None,
@@ -71,13 +73,15 @@ def trace(
     _check_tp(tp)
     chosen = chosen_passes(passes, without, experts, stop_after)
     chosen = bind(chosen, scatter_residual, device=device, max_tokens=max_tokens_per_step)
-    if kv_dtype is not None:
-        chosen = bind(chosen, page_attention, kv_dtype=_dtype(kv_dtype))
+    cached = _kv_dtype(kv_dtype)
+    if kv_scales is not None and cached != FP8:
+        raise ValueError(explain("scales of keys and values are for an FP8 cache", got=f"kv_dtype={kv_dtype}"))
     source = resolve(model, dtype=_dtype(dtype), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     folder = dump if dump is not None else os.environ.get("GRAPHSRT_DUMP")
     dump_folder = DumpFolder(Path(folder)) if folder else None
     with _paused_collector():
         program = _capture(source, tp, context_length, capture_hidden, input_embeds)
+        chosen = with_cache(chosen, source, program, cached, kv_scales)
         stages = run_phases(program, chosen, strict=strict, dump=dump_folder, limits=limits)
     return Traced(source, stages)
 
@@ -90,6 +94,7 @@ def compile(
     dtype: torch.dtype | str | None = None,
     device: str | None = None,
     kv_dtype: torch.dtype | str | None = None,
+    kv_scales: str | os.PathLike | None = None,
     backend: str = "inductor",
     passes: Sequence[Pass] | None = None,
     without: Iterable[str] = (),
@@ -123,7 +128,7 @@ def compile(
     ``tp``: ranks that the model is divided over (default 1, under ``torchrun`` the world size).
     ``ranks``: None starts ``tp`` processes, or uses the process group of ``torchrun``; ``"simulated"`` runs all ranks
     in this process, eagerly. ``dtype``: of weights and activations (default the model's own); ``kv_dtype``: of cached
-    keys and values (default ``dtype``).
+    keys and values (default ``dtype``); "fp8" needs their scales, in the checkpoint or in a file ``kv_scales``.
     ``backend``: "inductor", or "eager" to run the program node by node; neither stands in for the other.
     ``passes``: the pipeline (default ``graphsrt.passes.PIPELINE`` with the passes of installed packages); ``without``:
     names to leave out; ``stop_after``: the last pass to run. ``strict``: a linear left whole on every rank is an error.
@@ -154,10 +159,10 @@ def compile(
     WaitingLine(policy, max_queue, patience=0)  # checks them, before anything takes time
     tp = tp if tp is not None else (group if group and ranks is None else 1)
     traced = trace(
-        model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, passes=passes, without=without, stop_after=stop_after,
-        experts=experts, strict=strict, dump=dump, context_length=context_length, capture_hidden=capture_hidden,
-        input_embeds=input_embeds, max_tokens_per_step=max_tokens_per_step, device=figures_of(device or "cpu"),
-        trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+        model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, passes=passes, without=without,
+        stop_after=stop_after, experts=experts, strict=strict, dump=dump, context_length=context_length,
+        capture_hidden=capture_hidden, input_embeds=input_embeds, max_tokens_per_step=max_tokens_per_step,
+        device=figures_of(device or "cpu"), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     )  # fmt: skip
     source, stages = traced.source, traced.stages
     if verify:
@@ -206,6 +211,16 @@ def verify(
     """
     _check_tp(tp)
     return _verify(resolve(model), tp, chosen_passes(passes, without, experts), strict)
+
+
+def with_cache(
+    chosen: Sequence[Pass], source: ModelSource, captured: Program, kv_dtype: torch.dtype | None, kv_scales: Any = None
+) -> list[Pass]:
+    """The passes, with what the cache is kept in bound to the one that makes it."""
+    if kv_dtype is None:
+        return list(chosen)
+    scales = cache_scales(source, captured, kv_scales) if kv_dtype == FP8 else None
+    return bind(chosen, page_attention, kv_dtype=kv_dtype, kv_scales=scales)
 
 
 def chosen_passes(
@@ -268,6 +283,10 @@ def with_checkpoint_names(stages: Stages, source: ModelSource) -> Program:
         for weight in captured.weights.values()
         for leaf, shape in _leaf_shapes(weight.recipe, list(weight.shape))
     }
+    for weight in stages.final.weights.values():  # scales of a cache, which captured programs have not
+        for leaf, sizes in _leaf_shapes(weight.recipe, list(weight.shape)):
+            if leaf not in expected:
+                expected[leaf] = tuple(size for size in sizes if size is not None)
     accounting = source.account(expected)
     for _, program in stages.everything():
         for weight in program.weights.values():
@@ -322,6 +341,14 @@ def _check_options(ranks: Any, backend: str, device: str | None, page: int, runn
     for name, value in (("page_size", page), ("max_running", running), ("max_tokens_per_step", step)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(explain(f"{name} must be a positive integer", got=repr(value)))
+
+
+def _kv_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype in ("fp8", "float8_e4m3fn", "torch.float8_e4m3fn"):
+        return FP8
+    if isinstance(dtype, torch.dtype) and dtype != FP8 and dtype not in DTYPES.values():
+        raise ValueError(explain("no such dtype of a cache", expected=f"fp8, {', '.join(DTYPES)}", got=str(dtype)))
+    return _dtype(dtype)
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -59,6 +59,14 @@ class Dtype(StrEnum):
     float64 = "float64"
 
 
+class KvDtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+    float64 = "float64"
+    fp8 = "fp8"
+
+
 class _Commands(TyperGroup):
     """The commands in the order that they are written here; an unknown one is answered with their names."""
 
@@ -136,6 +144,10 @@ def run(
     summary: Annotated[bool, typer.Option("--summary/--no-summary", help="Print the pass table at the end.")] = True,
     metrics: Annotated[bool, typer.Option("--metrics", help="Print tokens, pages and times at the end.")] = False,
     dtype: DtypeOption = None,
+    kv_dtype: Annotated[KvDtype | None, typer.Option("--kv-dtype", help="Of cached keys and values.")] = None,
+    kv_scales: Annotated[
+        Path | None, typer.Option("--kv-scales", metavar="FILE", help="Their scales, for fp8; else the checkpoint's.")
+    ] = None,
     backend: Annotated[Backend, typer.Option("--backend", help="eager: node by node.")] = Backend.inductor,
     ranks: Annotated[Ranks | None, typer.Option("--ranks", help="All ranks in this process, eagerly.")] = None,
     context_length: ContextLength = None,
@@ -165,6 +177,7 @@ def run(
     rank = _torchrun_rank()
     with compile(
         model, tp=tp, ranks=ranks and ranks.value, dtype=dtype and dtype.value, backend=backend.value,
+        kv_dtype=kv_dtype and kv_dtype.value, kv_scales=kv_scales,
         passes=_pipeline(user_passes, before, after), without=without, experts=experts.value,
         strict=strict, dump=dump, verify=verify, context_length=context_length, page_size=page_size,
         prefix_cache=prefix_cache, progress=not rank, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
@@ -365,7 +378,7 @@ def plan(
         int | None, typer.Option("--context", help="Tokens of a sequence; default 32768, or the model's if less.")
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Sequences of a decode step.")] = 64,
-    kv_dtype: Annotated[Dtype | None, typer.Option("--kv-dtype", help="Of cached keys and values.")] = None,
+    kv_dtype: Annotated[KvDtype | None, typer.Option("--kv-dtype", help="Of cached keys and values.")] = None,
     compare: Annotated[str, typer.Option("--compare", metavar="TP,…", help="Ranks side by side.")] = "1,2,4,8,16",
     as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
     dtype: DtypeOption = None,

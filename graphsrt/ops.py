@@ -212,7 +212,7 @@ def value_size(kv_pool: torch.Tensor, head_size: int) -> int:
     "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pool, Tensor req_to_token, Tensor req_pool_indices, "
     "Tensor seq_lens, Tensor query_start_loc, Tensor out_cache_loc, *, int layer_id, int? kv_layer=None, float scale, "
     "int? sliding_window=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, "
-    "int? chunk_size=None) -> Tensor",
+    "int? chunk_size=None, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
     lambda q, k, v, kv_pool, *batch, **_: q.new_empty((q.shape[0], q.shape[1], value_size(kv_pool, q.shape[2]))),
     traced=False,
 )
@@ -235,6 +235,8 @@ def radix_attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     chunk_size: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write ``k``, ``v`` into the paged pool, then attend every new token to its own sequence's cached keys.
 
@@ -247,7 +249,7 @@ def radix_attention(
     return kernel(
         q, k, v, kv_pool, req_to_token, req_pool_indices, seq_lens, query_start_loc, out_cache_loc,
         layer_id=layer_id, kv_layer=kv_layer, scale=scale, sliding_window=sliding_window, softcap=softcap,
-        sinks=sinks, alibi_slopes=alibi_slopes, chunk_size=chunk_size,
+        sinks=sinks, alibi_slopes=alibi_slopes, chunk_size=chunk_size, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
 
 

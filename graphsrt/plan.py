@@ -194,8 +194,8 @@ def plan(
     decode step. ``dtype``, ``kv_dtype``, ``experts``, ``passes`` and the rest are those of ``trace``. ValueError for
     numbers out of range, CompileError if the model cannot be compiled for ``tp`` ranks.
     """
-    from graphsrt.api import DTYPES, chosen_passes, trace
-    from graphsrt.passes import page_attention, scatter_residual
+    from graphsrt.api import _kv_dtype, chosen_passes, trace, with_cache
+    from graphsrt.passes import scatter_residual
     from graphsrt.passes.runner import bind, run_phases
 
     where = _device(device)
@@ -205,13 +205,11 @@ def plan(
     if least < 1:
         raise ValueError(explain("tp, compare, context, batch and page_size must be at least 1", got=str(least)))
     chosen = chosen_passes(passes, without, experts)
-    captured = trace(
-        model, dtype=dtype, kv_dtype=kv_dtype, stop_after="capture", context_length=context_length,
-        trust_remote_code=trust_remote_code,
-    ).program()  # fmt: skip
-    if kv_dtype is not None:
-        kept = DTYPES[kv_dtype.removeprefix("torch.")] if isinstance(kv_dtype, str) else kv_dtype
-        chosen = bind(chosen, page_attention, kv_dtype=kept)
+    traced = trace(
+        model, dtype=dtype, stop_after="capture", context_length=context_length, trust_remote_code=trust_remote_code
+    )
+    captured = traced.program()
+    chosen = with_cache(chosen, traced.source, captured, _kv_dtype(kv_dtype))
     limit = captured.constants["context_length"]
     tokens = context if context is not None else min(DEFAULT_CONTEXT, limit)
     if tokens > limit:

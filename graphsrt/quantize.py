@@ -23,6 +23,7 @@ import torch
 from graphsrt import ops
 from graphsrt.errors import CompileError, explain
 from graphsrt.models.checkpoint import Checkpoint
+from graphsrt.models.quantization.kv_cache import attention_path
 from graphsrt.models.quantization.scheme import LinearScheme, Pattern, Quantization
 from graphsrt.models.quantization.writers import LAYOUTS, SCHEMES, Layout
 from graphsrt.models.safetensors_file import DTYPE_NAMES
@@ -157,18 +158,10 @@ def _watched(program: Program, modules: set[str], kv_cache: bool, form: Layout) 
         )
     for node in program.calls(ops.attention) if kv_cache else ():
         args = arguments(node)
-        path = attention_path(program, node)
+        path = attention_path(node)
         watched.setdefault(args["k"], []).append(f"{path}.{form.key_scale}")
         watched.setdefault(args["v"], []).append(f"{path}.{form.value_scale}")
     return watched
-
-
-def attention_path(program: Program, node: Any) -> str:
-    """The module of an attention under the checkpoint's names: that of the linear behind its values."""
-    value = arguments(node)["v"]
-    while value.target is not aten.linear.default:
-        value = value.all_input_nodes[0]
-    return str(arguments(value)["weight"].target).removesuffix(".weight").rpartition(".")[0]
 
 
 # -- the checkpoint ----------------------------------------------------------------------------------------------------

@@ -294,14 +294,6 @@ def _from_config(
         registry.check_servable(config, model_class.__name__)
         reference = registry.reference(*(config.architectures or [])[:1], model_class.__name__)
     inner = registry.model_config(config, model_class)
-    if quantization is not None and hasattr(reference, "layouts"):
-        raise CompileError(
-            explain(
-                f"{quantization.method} weights of {model_class.__name__} are not supported",
-                where="its reference model keeps matrices in a layout of its own",
-                hint="use the unquantized checkpoint",
-            )
-        )
     return ModelSource(
         name=name,
         config=inner,
@@ -338,6 +330,14 @@ def _from_folder(
         source.eos_token_ids = () if eos is None else (int(eos),)
     raw = open_checkpoint(folder, allow_pickle=allow_pickle)
     if source.quantization is not None:
+        if hasattr(source.reference, "layouts"):
+            raise CompileError(
+                explain(
+                    f"{source.quantization.method} weights of {source.model_class.__name__} are not supported",
+                    where="its reference model keeps matrices in a layout of its own",
+                    hint="use the unquantized checkpoint",
+                )
+            )
         raw = dequantized_others(raw, source.quantization, source.linear_modules())
     if source.is_text_part or has_conversions(source.model_class, source.config, raw):
         rename = _text_name if source.is_text_part else (lambda stored: stored)

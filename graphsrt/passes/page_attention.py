@@ -13,6 +13,9 @@ reads them there and writes nothing. Then ``kv_layer`` says where in its pool a 
 
     → radix_attention(q, None, None, kv_pool_1, req_to_token, …, layer_id=7, kv_layer=0, scale=…)
 
+A pool in FP8 (``kv_dtype=torch.float8_e4m3fn``) takes two scales for each layer, ``k_scale`` and ``v_scale``, which
+``kv_scales`` gives as recipes; a layer that reads another's keys reads them by that one's scales.
+
 Needs: nothing; a program without attention is left alone.
 Leaves: ``graphsrt::radix_attention``; steps may mix sequences, prefill chunks and decode rows.
 Numerics: exact up to the kernel's order of summation.
@@ -21,16 +24,19 @@ Source: PagedAttention (Kwon et al. 2023); token-granular tables as in SGLang's 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from graphsrt import ops
+from graphsrt.errors import CompileError, explain
 from graphsrt.passes.kv_layers import KVLayer, kv_layers
 from graphsrt.passes.page_latent import page_latent
 from graphsrt.placement import R, Shard
-from graphsrt.program import Input, Program, arguments
+from graphsrt.program import Input, Program, Weight, arguments, where
+from graphsrt.recipes import FP8, Recipe
 
 BATCH_INPUTS: dict[str, Input] = {
     "req_to_token": Input(("num_reqs", "max_context"), torch.int32, "forward_batch.req_to_token"),
@@ -42,12 +48,21 @@ BATCH_INPUTS: dict[str, Input] = {
 """``num_reqs``, ``max_context``, ``slots``: sizes of the engine's tables; ``B`` sequences, ``B1`` = B + 1."""
 
 
-def page_attention(program: Program, *, kv_dtype: torch.dtype | None = None) -> int:
-    """Turn every attention into its paged form; the count is of attention operators. ``kv_dtype``: of the pools."""
+def page_attention(
+    program: Program,
+    *,
+    kv_dtype: torch.dtype | None = None,
+    kv_scales: Mapping[int, tuple[Recipe, Recipe]] | None = None,
+) -> int:
+    """Turn every attention into its paged form; the count is of attention operators.
+
+    ``kv_dtype``: of the pools. ``kv_scales``: layer -> the scales of its keys and values, for FP8.
+    """
     nodes = program.calls(ops.attention, ops.latent_attention)
     if not nodes:
         return 0
     layers = kv_layers(nodes)
+    scales = _scales(program, layers, kv_scales or {}) if kv_dtype == FP8 else {}
     sharded = any("placement" in node.meta for node in nodes)
     pools = _add_pools(program, layers, kv_dtype)
     batch = [program.add_input(name, item) for name, item in BATCH_INPUTS.items()]
@@ -58,6 +73,7 @@ def page_attention(program: Program, *, kv_dtype: torch.dtype | None = None) -> 
     plain = all(layer.index == arguments(node)["layer_id"] for node, layer in layers.items())
     for node, layer in layers.items():
         place: dict[str, Any] = {} if plain else {"kv_layer": layer.index}
+        place |= scales.get(layer.writer, {})
         if node.target is ops.attention:
             _page(program, node, layer, pools[layer.pool], batch, place)
         else:
@@ -67,6 +83,28 @@ def page_attention(program: Program, *, kv_dtype: torch.dtype | None = None) -> 
         _, _, _, kv_heads, head_size = program.inputs["kv_pool"].shape
         program.constants |= {"num_kv_heads": int(kv_heads), "head_size": int(head_size)}  # on one rank
     return len(nodes)
+
+
+def _scales(
+    program: Program, layers: dict[fx.Node, KVLayer], given: Mapping[int, tuple[Recipe, Recipe]]
+) -> dict[fx.Node, dict[str, fx.Node]]:
+    """For each attention that writes, the weights that are its scales. CompileError where one is missing."""
+    found: dict[fx.Node, dict[str, fx.Node]] = {}
+    for writer in dict.fromkeys(layer.writer for layer in layers.values()):
+        layer_id = arguments(writer)["layer_id"]
+        if writer.target is not ops.attention:
+            raise CompileError(explain("latents are not cached in FP8", where=f"{writer.name} {where(writer)}".strip()))
+        if layer_id not in given:
+            raise CompileError(
+                explain("an FP8 cache needs scales of keys and values", where=f"{writer.name} {where(writer)}".strip(),
+                        expected=f"two numbers for layer {layer_id}", got=f"layers {sorted(given)}")
+            )  # fmt: skip
+        place = R if "placement" in writer.meta else None
+        found[writer] = {
+            name: program.add_weight(f"layers.{layer_id}.{name}", Weight((1, 1), torch.float32, recipe, place))
+            for name, recipe in zip(("k_scale", "v_scale"), given[layer_id])
+        }
+    return found
 
 
 def _add_pools(program: Program, layers: dict[fx.Node, KVLayer], kv_dtype: torch.dtype | None) -> list[fx.Node]:

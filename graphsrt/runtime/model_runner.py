@@ -125,6 +125,7 @@ class ModelRunner:
         pools = [(pool, self._slots_dims[name]) for name, ranks in self._kv_pools.items() for pool in ranks]
         slots = self._tensor(batch.out_cache_loc[batch.out_cache_loc >= 0])
         rows, columns, _ = (self._tensor(part) for part in batch.req_to_token_updates())
+        pools = [(pool.view(torch.uint8) if pool.itemsize == 1 else pool, dim) for pool, dim in pools]  # FP8 as bytes
         kept = [pool.index_select(dim, slots) for pool, dim in pools]
         table = self._req_to_token[rows, columns]
         try:

@@ -9,6 +9,7 @@ another shape, stored twice, or no number is an error that lists all such.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from graphsrt.recipes import FP8
 
 WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_inv", "scale")
 INPUT_SCALES = ("input_scale", "activation_scale", "input_activation_scale", "act_scale")
+_CACHE_SCALE = re.compile(r"(.*?)(?:\.attn|\.[kv]_proj|\.qkv_proj)?\.(k_scale|v_scale|kv_scale)")
 _BOUND = "input_scale_ub"  # FBGEMM's, which the config gives as well
 _MAX_LISTED = 20
 
@@ -64,6 +66,8 @@ def find_scales(
     for module in modules:
         if module not in schemes:
             finder.check_plain(module)
+    if quantization.kv_cache:
+        finder.add_cache()
     stored = {module: finder.add(module, scheme) for module, scheme in schemes.items()}
     finder.raise_problems(quantization.method)
     stored = finder.share_input_scales(stored)
@@ -136,6 +140,24 @@ class _Finder:
             value = float(self.checkpoint.read(stored).float())
             if value != largest:
                 self.problems.append(f"{stored} is {value}, but the config's activation_scale_ub is {largest}")
+
+    def add_cache(self) -> None:
+        """Scales of cached keys and values, as ``<attention>.k_scale`` and ``.v_scale``; one number may be both."""
+        for stored in sorted(self.names):
+            match = _CACHE_SCALE.fullmatch(stored)
+            if match is None:
+                continue
+            have = self.checkpoint.shape(stored)
+            if math.prod(have) != 1:
+                self.problems.append(f"{stored} has shape {list(have)}, expected one number")
+                continue
+            value = float(self.checkpoint.read(stored).float())
+            if not (math.isfinite(value) and value > 0):
+                self.problems.append(f"{stored} is {value}, expected a positive number")
+            for kind in match[2].removesuffix("_scale"):
+                name = f"{match[1]}.{kind}_scale"
+                if stored != name or have != (1, 1):
+                    self.tensors[name] = ["view", [1, 1], stored]
 
     def share_input_scales(self, stored: Mapping[str, Stored]) -> dict[str, Stored]:
         """Modules of one parent whose inputs have the same scale share its name."""

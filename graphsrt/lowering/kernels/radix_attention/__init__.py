@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from graphsrt.lowering.kernels.radix_attention import cpu, reference
+from graphsrt.lowering.kernels.radix_attention import cpu, fp8, reference
 
 __all__ = ["kv_write", "radix_attention"]
 
 
 def kv_write(
-    k: Tensor, v: Tensor, kv_pool: Tensor, out_cache_loc: Tensor, layer_id: int, kv_layer: int | None = None
+    k: Tensor,
+    v: Tensor,
+    kv_pool: Tensor,
+    out_cache_loc: Tensor,
+    layer_id: int,
+    kv_layer: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write new keys and values to the pool, converted to its dtype.
 
-    k ``[T, K, D]``, v ``[T, K, Dv]`` (any strides, the last 1); kv_pool, kv_layer: as in :func:`radix_attention`;
+    k ``[T, K, D]``, v ``[T, K, Dv]`` (any strides, the last 1); kv_pool, kv_layer and scales: as in
+    :func:`radix_attention`;
     out_cache_loc int64 ``[T]``, the slot of each token, -1 for rows that are not written. Slots must differ.
     Raises ``ValueError`` for wrong shapes, dtypes or slots, before anything is written. Source: ours.
     """
     layer = layer_id if kv_layer is None else kv_layer
+    if fp8.check(kv_pool, k_scale, v_scale):
+        assert k_scale is not None and v_scale is not None
+        fp8.kv_write(k, v, kv_pool, out_cache_loc, layer, k_scale, v_scale)
+        return
     (cpu if kv_pool.is_cpu else reference).kv_write(k, v, kv_pool, out_cache_loc, layer)
 
 
@@ -42,6 +54,8 @@ def radix_attention(
     alibi_slopes: Tensor | None = None,
     chunk_size: int | None = None,
     causal: bool = True,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the new tokens to all that is cached of their sequences -> out ``[T, H, Dv]``, q's dtype.
 
@@ -62,13 +76,25 @@ def radix_attention(
     ``j // chunk_size == p // chunk_size`` are seen. Query head h reads KV head ``h // (H / K)``.
     Padding rows (from ``query_start_loc[B]`` on) are neither read nor written; they come out as zeros.
 
+    ``k_scale``, ``v_scale``: float32, one number each, with a pool of float8_e4m3fn and only then: keys are stored
+    divided by theirs, rounded, and multiplied by it where they are read; values likewise.
+
     q, k, v may be slices of one fused tensor (last stride 1). float64, float32, bfloat16 and float16, pool and q of
-    the same dtype or not; sums are float64 where q or the pool is, else float32. On the CPU, what a sequence gets
-    does not depend, bit for bit, on the others in the batch or on the number of threads.
+    the same dtype or not; sums are float64 where q or the pool is, else float32. A float8_e4m3fn pool runs the plain
+    reference on every device. With others, on the CPU, what a sequence gets does not depend, bit for bit, on the others
+    in the batch or on the number of threads.
 
     Raises ``ValueError`` for wrong shapes, dtypes, lengths or slots, before anything is written; ``CompileError``
     where the CPU kernel cannot be built. Source: FlashAttention-2 (arXiv:2307.08691), Flash-Decoding.
     """
+    if fp8.check(kv_pool, k_scale, v_scale):
+        assert k_scale is not None and v_scale is not None
+        return fp8.radix_attention(
+            q, k, v, kv_pool, req_to_token, req_pool_indices, seq_lens, query_start_loc, out_cache_loc,
+            layer_id=layer_id if kv_layer is None else kv_layer, scale=scale, k_scale=k_scale, v_scale=v_scale,
+            sliding_window=sliding_window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+            chunk_size=chunk_size, causal=causal,
+        )  # fmt: skip
     return (cpu if q.is_cpu else reference).radix_attention(
         q,
         k,
