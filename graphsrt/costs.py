@@ -325,7 +325,8 @@ FLOPS: dict[Any, tuple[Counter, tuple[str, str]]] = {
 
 MEMORY_ONLY: set[Any] = {
     ops.kv_write, ops.rms_norm, ops.l2_norm, ops.add_rms_norm, ops.add_layer_norm, ops.rope, ops.qk_norm_rope, ops.glu,
-    ops.silu_mul, ops.vocab_embedding, ops.fp8_scale, ops.quantize_fp8,
+    ops.silu_mul, ops.vocab_embedding, ops.fp8_scale, ops.quantize_fp8, ops.rms_norm_quant, ops.rms_norm_static_quant,
+    ops.add_rms_norm_quant, ops.add_rms_norm_static_quant, ops.silu_mul_quant, ops.silu_mul_static_quant,
 }  # fmt: skip
 """Our operators that compute a few FLOPs for each number that they read: memory decides their time."""
 

@@ -115,6 +115,12 @@ def define(
     return register
 
 
+def register_kernel(target: torch._ops.OpOverload, device: str, kernel: Callable) -> None:
+    """Let ``kernel`` run one of our own operators on a type of device, in place of the reference."""
+    _library.impl(target._schema.name.removeprefix("graphsrt::"), kernel, device.upper())
+    KERNELS.setdefault(target, {})[device] = kernel
+
+
 def _tell_other_processes(reference: Callable) -> None:
     """Processes that we start inherit which modules define operators."""
     module, file = reference.__module__, str(Path(reference.__code__.co_filename).resolve())
@@ -461,8 +467,20 @@ from graphsrt.ops_fused import add_layer_norm as add_layer_norm  # noqa: E402
 from graphsrt.ops_fused import all_reduce_add_layer_norm as all_reduce_add_layer_norm  # noqa: E402
 from graphsrt.ops_fused import all_reduce_add_rms_norm as all_reduce_add_rms_norm  # noqa: E402
 from graphsrt.ops_fused import qk_norm_rope as qk_norm_rope  # noqa: E402
+from graphsrt.ops_fused_fp8 import add_rms_norm_quant as add_rms_norm_quant  # noqa: E402
+from graphsrt.ops_fused_fp8 import add_rms_norm_static_quant as add_rms_norm_static_quant  # noqa: E402
+from graphsrt.ops_fused_fp8 import all_reduce_add_rms_norm_quant as all_reduce_add_rms_norm_quant  # noqa: E402
+from graphsrt.ops_fused_fp8 import (  # noqa: E402
+    all_reduce_add_rms_norm_static_quant as all_reduce_add_rms_norm_static_quant,
+)
+from graphsrt.ops_fused_fp8 import rms_norm_quant as rms_norm_quant  # noqa: E402
+from graphsrt.ops_fused_fp8 import rms_norm_static_quant as rms_norm_static_quant  # noqa: E402
+from graphsrt.ops_fused_fp8 import silu_mul_quant as silu_mul_quant  # noqa: E402
+from graphsrt.ops_fused_fp8 import silu_mul_static_quant as silu_mul_static_quant  # noqa: E402
 from graphsrt.ops_latent import latent_attention as latent_attention  # noqa: E402
 from graphsrt.ops_latent import radix_latent_attention as radix_latent_attention  # noqa: E402
 from graphsrt.ops_norms import l2_norm as l2_norm  # noqa: E402
 
 ATTENTIONS |= {latent_attention, radix_latent_attention}
+
+from graphsrt.lowering.kernels import rms_norm as _rms_norm_kernels  # noqa: E402, F401  (registers itself)

@@ -86,14 +86,15 @@ class Executable:
         self.backend: Backend = backend
         self._collectives = collectives
         self.collectives_s = 0.0
+        device = next((w.device for w in weights.values()), torch.device("cpu"))
+        self._device = device.type
         self.stats = CompileStats()
         steps: list[Step]
         if backend == "eager":
             steps = [OperatorStep(node) for node in program.nodes]
             regions = {}
         else:
-            device = next((str(w.device) for w in weights.values()), "cpu")
-            found = compile_regions(program, device=device, progress=progress)
+            found = compile_regions(program, device=str(device), progress=progress)
             self.stats = stats if stats is not None else found
             steps = cut(program)
             regions = {region: load(region) for region in distinct_regions(steps)}
@@ -177,8 +178,8 @@ class Executable:
 
             return radix_latent_attention
         assert callable(node.target)
-        # An operator with kernels goes through the dispatcher, which knows the device.
-        return node.target if ops.KERNELS.get(node.target) else plain(node.target)  # type: ignore[call-overload]
+        kernels = ops.KERNELS.get(node.target, {})  # type: ignore[call-overload]
+        return kernels.get(self._device, plain(node.target))
 
     def _collective(self, node: fx.Node) -> Callable[..., Any]:
         axis = node.kwargs["axis"]

@@ -7,7 +7,9 @@ from graphsrt.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from graphsrt.passes.fuse_all_reduce_add_layer_norm import fuse_all_reduce_add_layer_norm
 from graphsrt.passes.fuse_all_reduce_add_rms_norm import fuse_all_reduce_add_rms_norm
 from graphsrt.passes.fuse_qk_norm_rope import fuse_qk_norm_rope
+from graphsrt.passes.fuse_rms_norm_quant import fuse_rms_norm_quant
 from graphsrt.passes.fuse_silu_mul import fuse_silu_mul
+from graphsrt.passes.fuse_silu_mul_quant import fuse_silu_mul_quant
 from graphsrt.passes.merge_gate_up import merge_gate_up
 from graphsrt.passes.merge_qkv import merge_qkv
 from graphsrt.passes.normalize import normalize
@@ -49,6 +51,8 @@ PIPELINE: list[Callable[..., int]] = [
     fuse_all_reduce_add_layer_norm,
     fuse_qk_norm_rope,
     fuse_silu_mul,
+    fuse_rms_norm_quant,
+    fuse_silu_mul_quant,
 ]
 
 __all__ = ["PIPELINE", "insert"]

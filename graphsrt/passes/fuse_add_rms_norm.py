@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from graphsrt import ops
-from graphsrt.passes.norm_forms import residual_sum, taken, why_no_sum
+from graphsrt.passes.norm_forms import FORMS, residual_sum, taken, why_no_sum
 from graphsrt.passes.rewriter import Matched, rewrite
 from graphsrt.program import Program
+
+LARGER = tuple(t for t, form in FORMS.items() if form.kind == "rms_norm" and form.adds and t is not ops.add_rms_norm)
+"""What this fusion is a part of."""
 
 
 def _sums_normed(program: Program) -> int:
@@ -53,6 +56,6 @@ def _(x: Any, residual: Any, weight: Any, *, eps: float, cast: str, offset: floa
     return pair[0], pair[1]
 
 
-@fuse_add_rms_norm.otherwise(ops.rms_norm, ops.all_reduce_add_rms_norm)
+@fuse_add_rms_norm.otherwise(ops.rms_norm, *LARGER)
 def _(norm: Matched) -> str | None:
     return why_no_sum(norm.node) if norm.node.target is ops.rms_norm else taken(norm.node)
