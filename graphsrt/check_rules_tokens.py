@@ -20,6 +20,8 @@ PER_TOKEN: dict[Any, str | None] = {
     aten.to.dtype: None, aten._to_copy.default: None, aten.clone.default: None, aten.contiguous.default: None,
     ops.rms_norm: None, ops.add_rms_norm: None, ops.add_layer_norm: None, ops.l2_norm: None,
     ops.glu: None, ops.silu_mul: None, ops.fp8_scale: None, ops.quantize_fp8: None,
+    ops.rms_norm_quant: None, ops.rms_norm_static_quant: None, ops.add_rms_norm_quant: None,
+    ops.add_rms_norm_static_quant: None, ops.silu_mul_quant: None, ops.silu_mul_static_quant: None,
     aten.slice.Tensor: "dim", aten.select.int: "dim", aten.softmax.int: "dim", aten.topk.default: "dim",
     aten.mean.dim: "dim", aten.sum.dim_IntList: "dim", aten.amax.default: "dim",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import permutations
 from typing import Any
 
@@ -17,6 +18,7 @@ from graphsrt.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from graphsrt.passes.fuse_all_reduce_add_rms_norm import fuse_all_reduce_add_rms_norm
 from graphsrt.passes.fuse_rms_norm_quant import fuse_rms_norm_quant
 from graphsrt.passes.runner import run
+from graphsrt.passes.scatter_residual import scatter_residual
 from graphsrt.program import Program
 from graphsrt.testing import check, check_ranks, step_text, trace
 from tests.support import fp8, fusing
@@ -177,3 +179,16 @@ def test_operators_are_what_they_take_the_place_of(
                 assert [(f.shape, f.dtype, f.is_contiguous()) for f in faked] == [
                     (g.shape, g.dtype, g.is_contiguous()) for g in got
                 ]
+
+
+def test_scattered_tokens() -> None:
+    """Each rank norms and rounds its own tokens; the sum that gives it these stays, and a near miss says so."""
+    program = made("token", 3)
+    always = functools.partial(scatter_residual, min_tokens=1)
+    passes = [always, fuse_add_rms_norm, fuse_all_reduce_add_rms_norm, fuse_rms_norm_quant]
+    fused = run(program.copy(), passes, may_miss=["fuse_all_reduce_add_rms_norm"]).final
+    (node,) = fused.calls(ops.add_rms_norm_quant)
+    assert [str(place) for place in node.meta["placement"]] == ["S(0)", "S(0)", "S(0)"]
+    misses = {report.name: report.near_misses for report in fused.history}["fuse_all_reduce_add_rms_norm"]
+    assert any("each rank gets its own tokens of the sum (reduce_scatter)" in miss.reason for miss in misses)
+    check_ranks(program, fused, source=fp8.source(program), tolerance=0, tokens=fusing.counts(3))
