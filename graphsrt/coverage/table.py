@@ -114,7 +114,8 @@ replicated KV heads are; so are bottlenecks, a pair of linears through at most a
 them would take a sum of its own); there are no more collectives than needed (two in a layer, one in a parallel one,
 one each for embedding and logits; those of one value a token, which norms over a divided width take, are not counted);
 logits of 1, 2, 7 and 37 tokens agree with transformers' eager code to 1e-5 of the largest one (it computes norms and
-softmax in float32) and with one rank to 1e-10; and so do those of two sequences that go through the paged pool in
+softmax in float32) and with one rank to 1e-10 (both without their casts to float32, where those make more);
+and so do those of two sequences that go through the paged pool in
 chunks and single tokens, in the same steps. `partly`: right, but something stays whole or costs a collective more.
 `refused`: no program; the reason is given. `wrong`: the numbers differ.
 
