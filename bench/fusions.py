@@ -1,0 +1,86 @@
+"""Each fusion on and off: the time of a step with it, as a share of the time without it.
+
+    python bench/fusions.py [--tp 2] [--layers 8] [--width 576] [--rounds 7] [--only fuse_silu_mul …]
+
+Random models in bf16 on this machine's CPUs, compiled, through the engine. Both programs are open at once and measured
+in turn, so that what else the machine does falls on both; the ratio is the median of the rounds' ratios, below 1 where
+the fusion wins, and the spread is that between the quartiles. A fusion that does not fire in a family is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import graphsrt
+from graphsrt.passes.document_fusions import FUSIONS
+
+VOCAB = 8192
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"head_dim": 64}, "gpt_neox": {"hidden_act": "gelu"}}
+
+
+def model_of(family: str, layers: int, width: int) -> Any:
+    """A random model of a family, heads of 64 channels, four for each KV head."""
+    heads = max(4, width // 64)
+    config = AutoConfig.for_model(
+        family, vocab_size=VOCAB, hidden_size=width, intermediate_size=8 * width // 3 // 64 * 64,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=max(1, heads // 4),
+        max_position_embeddings=2048, eos_token_id=None, pad_token_id=None, bos_token_id=None, **FAMILIES[family],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def measure(model: graphsrt.CompiledModel, batch: int, prompt: int, new: int) -> float:
+    """Milliseconds of a decoding step of ``batch`` sequences, or of a prefill where ``new`` is 1."""
+    generator = torch.Generator().manual_seed(int(time.time() * 1e6) % 2**31)  # no prompt is in the prefix cache
+    prompts = [torch.randint(3, VOCAB, (prompt,), generator=generator).tolist() for _ in range(batch)]
+    params = graphsrt.SamplingParams(max_new_tokens=new, temperature=0.0)
+    start = time.perf_counter()
+    model.generate(prompts, params)
+    return (time.perf_counter() - start) * 1e3 / new
+
+
+def compare(fused: graphsrt.CompiledModel, plain: graphsrt.CompiledModel, rounds: int, **what: int) -> str:
+    """``median (spread)`` of fused over plain."""
+    for model in (fused, plain):
+        measure(model, **what)
+    ratios = []
+    for number in range(rounds):
+        order = [fused, plain] if number % 2 else [plain, fused]
+        times = {id(model): measure(model, **what) for model in order}
+        ratios.append(times[id(fused)] / times[id(plain)])
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=576)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--only", nargs="+", default=FUSIONS, choices=FUSIONS)
+    args = parser.parse_args()
+    print("| family | fusion | fired | decode, batch 1 | decode, batch 8 | prefill 512 |\n|---|---|---|---|---|---|")
+    for family in args.families:
+        net = model_of(family, args.layers, args.width)
+        with graphsrt.compile(net, tp=args.tp) as fused:
+            fired = {report.name: report.fired for report in fused.program().history}
+            for name in (name for name in args.only if fired[name]):
+                with graphsrt.compile(net, tp=args.tp, without=[name]) as plain:
+                    found = [
+                        compare(fused, plain, args.rounds, batch=batch, prompt=prompt, new=new)
+                        for batch, prompt, new in ((1, 16, 64), (8, 16, 64), (1, 512, 1))
+                    ]
+                print(f"| {family} | {name} | {fired[name]} | {' | '.join(found)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
