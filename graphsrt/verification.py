@@ -137,12 +137,11 @@ def verify_stages(
     vocabulary = programs[0][1].constants.get("vocab_size", 2)
     report = VerifyReport()
     reference: Reference | None = None
-    from graphsrt.passes.runner import pass_name
-
-    changing = {pass_name(function): function for function in passes if getattr(function, "changes_values", False)}
+    changing = _changing(passes)
     for name, program in programs:
-        if name in changing and reference is not None:
-            reference = reference.after(changing[name], source)
+        for done in [report.name for report in program.history if report.name in changing]:
+            function = changing.pop(done)
+            reference = reference.after(function, source) if reference is not None else None
         sharded = is_sharded(program)
         if not sharded:
             program.mesh = {}  # the same on all ranks: once is enough
@@ -161,6 +160,16 @@ def verify_stages(
         if not result.ok and not sharded:
             break  # a later stage would be compared with a wrong one
     return report
+
+
+def _changing(passes: Sequence[Any]) -> dict[str, Any]:
+    """The passes that change values on purpose, by name: of the pipeline, and of others that were run."""
+    from graphsrt.passes import PIPELINE
+    from graphsrt.passes.runner import pass_name
+
+    return {
+        pass_name(function): function for function in [*PIPELINE, *passes] if getattr(function, "changes_values", 0)
+    }
 
 
 def _load(program: Program, source: RandomSource, axis: str, result: StageResult) -> dict[str, Values] | None:

@@ -119,6 +119,8 @@ def test_format() -> None:
     token = Format("token", None, None, 0)
     assert format_of(recipe("all")) == format_of(ShardOf(recipe("each row"), 0, Layout.blocks(ROWS, 3))) == token
     assert format_of(recipe("blocks")) == Format("token", None, None, BLOCK)
+    wide = DequantFp8(Ckpt("w"), Ckpt("blocks"), (ROWS, COLUMNS), (16, 16), "block")
+    assert format_of(wide) == token, "a block that is the whole row has the scale of a token"
     others: list[Recipe] = [Ckpt("w"), Cat((recipe("all"), recipe("blocks")), 0), Cat((recipe("all"), Ckpt("w")), 0)]
     others += [Mul(recipe("all"), Ckpt("v"), 1), Cat((recipe("all"), recipe("all")), 1)]
     assert [format_of(other) for other in others] == [None] * 5

@@ -46,11 +46,15 @@ def format_of(recipe: Recipe) -> Format | None:
     """
     if not _is_made_of_parts(recipe):
         return None
-    formats = {
-        Format(part.inputs, part.input_scale, part.largest, part.block[1] if part.block[1] < part.shape[1] else 0)
-        for part in stored_parts(recipe)
-    }
+    formats = {_format(part) for part in stored_parts(recipe)}
     return formats.pop() if len(formats) == 1 else None
+
+
+def _format(part: DequantFp8) -> Format:
+    if part.block[1] < part.shape[1]:
+        return Format(part.inputs, part.input_scale, part.largest, part.block[1])
+    # one block is the whole row, and its scale that of a token
+    return Format("token" if part.inputs == "block" else part.inputs, part.input_scale, part.largest, 0)
 
 
 def _is_made_of_parts(recipe: Recipe) -> bool:
