@@ -18,7 +18,8 @@ from graphsrt.passes.runner import pass_name
 from graphsrt.program import PassReport, layer_of
 
 TP, LAYERS = 8, 3
-FUSIONS = [pass_name(function) for function in PIPELINE if pass_name(function).startswith("fuse_")]
+SCATTER = "scatter_residual"
+FUSIONS = [SCATTER, *(pass_name(function) for function in PIPELINE if pass_name(function).startswith("fuse_"))]
 _BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 HEADER = """\
@@ -27,7 +28,8 @@ HEADER = """\
 Written by `python -m graphsrt.passes.document_fusions > docs/fusions.md`. Models have the sizes of published ones, on
 eight ranks; no weights are read. A *site* is a place that a fusion is about: a norm, a sum over ranks, a rounding to
 FP8, an attention with normed heads, a gated unit. Each site fires or has a reason. `graphsrt explain MODEL PASS` says
-the same of any model, value by value, and `without=["fuse_…"]` (`--without`) turns a fusion off.
+the same of any model, value by value, and `without=["fuse_…"]` (`--without`) turns a fusion off. `scatter_residual`
+stands for the prefill program, the others for the one that decodes.
 
 Whoever runs a program takes `all_reduce_…` apart again where nothing does all of it (`lowering/decompose.py`): the sum
 is a collective, and what follows it is compiled with its neighbours. On CPUs every fused operator is compiled from its
@@ -94,7 +96,9 @@ def _traced(index: int) -> list[Line]:
 
     model = MODELS[index]
     config = AutoConfig.for_model(model.model_type, num_hidden_layers=LAYERS, **model.config)
-    history = trace(config, tp=TP, dtype="bfloat16", context_length=1024).program().history
+    traced = trace(config, tp=TP, dtype="bfloat16", context_length=1024)
+    prefill = [report for report in traced.program(phase="prefill").history if report.name == SCATTER]
+    history = [*prefill, *(report for report in traced.program().history if report.name != SCATTER)]
     found = [_line(report) for report in history if report.name in FUSIONS]
     return [line for line in found if line.fired or line.missed]
 

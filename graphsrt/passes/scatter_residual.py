@@ -39,6 +39,7 @@ def scatter_residual(
     min_tokens: int | None = None,
     near_misses: list[NearMiss] | None = None,
     notes: list[str] | None = None,
+    sites: list[fx.Node] | None = None,
 ) -> int:
     """Divide tokens where that pays; returns the number of all-reduces that became reduce-scatters.
 
@@ -67,7 +68,9 @@ def scatter_residual(
         near_misses += _left(program, graph, division, bool(worth))
     if not worth:
         return 0
-    _rewrite(program, division, rows_of, axis, ranks)
+    scattered = _rewrite(program, division, rows_of, axis, ranks)
+    if sites is not None:
+        sites += scattered
     assert least is not None
     program.constants[MIN_TOKENS] = max(least, 1)
     return len(division.reductions)
@@ -90,8 +93,10 @@ def _left(program: Program, graph: TokenGraph, division: Division, worth: bool) 
     return found
 
 
-def _rewrite(program: Program, division: Division, rows_of: fx.Node, axis: str, ranks: int) -> None:
+def _rewrite(program: Program, division: Division, rows_of: fx.Node, axis: str, ranks: int) -> list[fx.Node]:
+    """Divide the tokens; returns the reduce-scatters."""
     part = ShardTokens(ranks)
+    found: list[fx.Node] = []
     divided = division.divided
     own: dict[fx.Node, fx.Node] = {}
     order = {node: index for index, node in enumerate(program.graph.nodes)}
@@ -127,6 +132,7 @@ def _rewrite(program: Program, division: Division, rows_of: fx.Node, axis: str, 
             )
             scattered.meta["placement"] = part
             own[node] = scattered
+            found.append(scattered)
             continue
         for used in node.all_input_nodes:
             if used in divided:
@@ -152,6 +158,7 @@ def _rewrite(program: Program, division: Division, rows_of: fx.Node, axis: str, 
     for node in program.nodes:
         if node in divided or "scatter_residual" in node.meta.get("made_by", ()):
             program.infer([node])
+    return found
 
 
 scatter_residual.phase = "prefill"  # type: ignore[attr-defined]
