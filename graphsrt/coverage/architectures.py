@@ -74,10 +74,15 @@ def model_class(model_type: str) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-def kind(config: Any, stateful: bool) -> str:
-    """``hybrid`` (state besides keys and values), ``MLA``, ``MoE`` or ``dense``, from what the config says."""
+def kind(config: Any, class_name: str, stateful: bool) -> str:
+    """``hybrid`` (state besides keys and values), ``MLA``, ``MoE`` or ``dense``, from what the config says.
+
+    ``other``: no decoder of the plain kind, where a token sees the tokens before it, all or those in a window.
+    """
     if stateful:
         return "hybrid"
+    if class_name in UNSERVABLE:
+        return "other"
     fields = vars(config)  # not getattr: what differs from layer to layer is no attribute of the whole config
     if fields.get("kv_lora_rank"):
         return "MLA"

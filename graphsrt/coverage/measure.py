@@ -81,7 +81,7 @@ def measure(model_type: str, sizes: str = "8/4", tps: tuple[int, ...] = (1, 2, 4
         row.refused = f"transformers cannot build it: {_first_line(error)}"
         return row
     row.class_name = type(model).__name__
-    row.kind = kind(model.config, is_stateful(model))
+    row.kind = kind(model.config, row.class_name, is_stateful(model))
     try:
         check_stateless(model)
         reference = _reference(model)

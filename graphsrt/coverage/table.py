@@ -114,10 +114,10 @@ replicated KV heads are; so are bottlenecks, a pair of linears through at most a
 them would take a sum of its own); there are no more collectives than needed (two in a layer, one in a parallel one,
 one each for embedding and logits; those of one value a token, which norms over a divided width take, are not counted);
 logits of 1, 2, 7 and 37 tokens agree with transformers' eager code to 1e-5 of the largest one (it computes norms and
-softmax in float32) and with one rank to 1e-10 (both without their casts to float32, where those make more);
-and so do those of two sequences that go through the paged pool in
-chunks and single tokens, in the same steps. `partly`: right, but something stays whole or costs a collective more.
-`refused`: no program; the reason is given. `wrong`: the numbers differ.
+softmax in float32) and with one rank to 1e-10 (both without their casts to float32, where those make more); and so do
+those of two sequences that go through the paged pool in chunks and single tokens, in the same steps. `partly`: right,
+but something stays whole or costs a collective more. `refused`: no program; the reason is given. `wrong`: the numbers
+differ. Of kind `other` are models in which a token does not see just the tokens before it, all or those in a window.
 
 Bytes: of one rank, in units of its share (total / tp). Whole: what of that is on every rank in any case, as a part of
 the total. Collectives: of the first, the second, … layer, then those of embedding and logits, then small ones. Error:
