@@ -432,7 +432,7 @@ class _Watch:
 
     def __call__(self, node: fx.Node, values: Values) -> None:
         self.last = node
-        if node.name == "positions":
+        if node.op == "placeholder" and node.name in ("tokens", "positions"):  # a program need not read both
             self.num_tokens = len(values[0])
         result = self.stage.result
         if not result.ok or values[0] is None:
