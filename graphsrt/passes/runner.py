@@ -221,12 +221,16 @@ def _run_one(
     if "sites" in accepted:
         said = options["sites"] = []
     known = {node: node.name for node in program.graph.nodes}
+    was = _fingerprint(program)
     for node in known:
         node.meta.pop("from_nodes", None)
         node.meta.pop("origin", None)
+    required = not may_miss and _attribute(function, "required", True)
     start = time.perf_counter()
     try:
         report.fired = function(program, **options)
+        if not report.fired and _fingerprint(program) == was and all("val" in node.meta for node in program.nodes):
+            return _finish(report, program, limit, required, start)
         program.remove_dead()
         program.lint()
         program.infer()
@@ -236,7 +240,7 @@ def _run_one(
         check_kept(program, before, made, _attribute(function, "numerics", "exact"))
         check_placements(program)
         report.sites = [_site(node) for node in (made if said is None else said)]
-        _check_count(report, limit, required=not may_miss and _attribute(function, "required", True))
+        return _finish(report, program, limit, required, start)
     except Exception as error:
         if dump is not None:
             dump.failure(pass_reference(function), _bound(function), before, error)
@@ -246,10 +250,28 @@ def _run_one(
         raise CompileError(
             explain(f"{name} failed: {type(error).__name__}: {error}", where=f"pass {name}", hint=_reproduce(dump))
         ) from error
+
+
+def _finish(report: PassReport, program: Program, limit: int | None, required: bool, start: float) -> PassReport:
+    _check_count(report, limit, required)
     report.milliseconds = (time.perf_counter() - start) * 1e3
     report.nodes_after = len(program.nodes)
     program.history.append(report)
     return report
+
+
+def _fingerprint(program: Program) -> list:
+    """Equal before and after a pass that changed nothing: such a pass needs no checks, which cost more than it does."""
+    nodes = [
+        (node, node.name, node.target, node.args, node.kwargs, [node.meta.get(key) for key in _MARKS],
+         id(node.meta.get("val", node)))  # of a value without a type, its node: whoever makes it anew differs
+        for node in program.graph.nodes
+    ]  # fmt: skip
+    weights = [(name, w.recipe, w.shape, w.dtype, w.placement) for name, w in program.weights.items()]
+    return [nodes, weights, dict(program.inputs), dict(program.constants), dict(program.mesh)]
+
+
+_MARKS = ("placement", "module", "source", "made_by")
 
 
 def _site(node: fx.Node) -> Site:
