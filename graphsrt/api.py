@@ -288,9 +288,9 @@ def with_checkpoint_names(stages: Stages, source: ModelSource) -> Program:
             if leaf not in expected:
                 expected[leaf] = tuple(size for size in sizes if size is not None)
     accounting = source.account(expected)
-    for _, program in stages.everything():
-        for weight in program.weights.values():
-            weight.recipe = rename(weight.recipe, lambda name: accounting[name])
+    weights = {id(weight): weight for _, program in stages.everything() for weight in program.weights.values()}
+    for weight in weights.values():  # stages without a change share theirs
+        weight.recipe = rename(weight.recipe, lambda name: accounting[name])
     return stages.final
 
 

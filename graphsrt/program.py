@@ -263,6 +263,12 @@ class Program:
 
         return parse_program(text)
 
+    def with_history(self, history: Iterable[PassReport]) -> Program:
+        """This program, nothing of it copied, with another history: to look at, not to change."""
+        same = copy.copy(self)
+        same.history = [report.copy() for report in history]
+        return same
+
     # -- building ------------------------------------------------------------------------------------------------
 
     def set_outputs(self, outputs: Mapping[str, fx.Node]) -> None:

@@ -191,10 +191,10 @@ def _run_all(
     for index, function in enumerate(passes, start=len(stages.programs)):
         before = stages.final
         name = pass_name(function)
-        report = _run_one(program, function, before, dump, limits.get(name), name in may_miss)
+        report, changed = _run_one(program, function, before, dump, limits.get(name), name in may_miss)
         if strict and report.name == "shard_tensor_parallel" and report.near_misses:
             _refuse_replicated(report)
-        stages.programs.append((report.name, program.copy()))
+        stages.programs.append((report.name, program.copy() if changed else before.with_history(program.history)))
         if dump is not None and report.fired:
             dump.stage(index, report.name + suffix, program)
             dump.diff(index, report.name + suffix, before, program)
@@ -202,7 +202,8 @@ def _run_all(
 
 def _run_one(
     program: Program, function: Pass, before: Program, dump: DumpFolder | None, limit: int | None, may_miss: bool
-) -> PassReport:
+) -> tuple[PassReport, bool]:
+    """What the pass did, and whether it changed anything."""
     name = pass_name(function)
     report = PassReport(name, nodes_before=len(program.nodes))
     wanted = _expectation(function)
@@ -230,7 +231,7 @@ def _run_one(
     try:
         report.fired = function(program, **options)
         if not report.fired and _fingerprint(program) == was and all("val" in node.meta for node in program.nodes):
-            return _finish(report, program, limit, required, start)
+            return _finish(report, program, limit, required, start), False
         program.remove_dead()
         program.lint()
         program.infer()
@@ -240,7 +241,7 @@ def _run_one(
         check_kept(program, before, made, _attribute(function, "numerics", "exact"))
         check_placements(program)
         report.sites = [_site(node) for node in (made if said is None else said)]
-        return _finish(report, program, limit, required, start)
+        return _finish(report, program, limit, required, start), True
     except Exception as error:
         if dump is not None:
             dump.failure(pass_reference(function), _bound(function), before, error)
