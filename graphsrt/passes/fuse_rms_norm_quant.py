@@ -21,7 +21,7 @@ from typing import Any
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.passes.joining import miss
+from graphsrt.passes.joining import fuse_each
 from graphsrt.passes.norm_forms import FORMS, grow, residual_sum, why_no_residual
 from graphsrt.passes.rounding import Rounding, rounding_of
 from graphsrt.program import NearMiss, Program, arguments, target_name
@@ -38,23 +38,13 @@ def fuse_rms_norm_quant(
     sites: list[fx.Node] | None = None,
 ) -> int:
     """Fuse wherever a value that is rounded to FP8 is the result of an RMS norm."""
-    fired, misses = 0, []
-    for quantized in program.calls(ops.quantize_fp8):
-        if limit is not None and fired >= limit:
-            break
-        if arguments(quantized)["x"].target in _GATED:
-            continue
+
+    def fuse(quantized: fx.Node) -> fx.Node | str:
         found = _look(program, quantized)
-        if isinstance(found, str):
-            misses.append(miss(quantized, found))
-            continue
-        made = _apply(program, *found)
-        fired += 1
-        if sites is not None:
-            sites.append(made)
-    if near_misses is not None:
-        near_misses += misses
-    return fired
+        return found if isinstance(found, str) else _apply(program, *found)
+
+    places = [node for node in program.calls(ops.quantize_fp8) if arguments(node)["x"].target not in _GATED]
+    return fuse_each(places, fuse, limit, near_misses, sites)
 
 
 def _look(program: Program, quantized: fx.Node) -> tuple[fx.Node, Rounding] | str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from graphsrt import ops
-from graphsrt.passes.joining import join, miss
+from graphsrt.passes.joining import fuse_each, join
 from graphsrt.passes.rounding import Rounding, rounding_of
 from graphsrt.program import NearMiss, Program, arguments
 
@@ -32,27 +32,19 @@ def fuse_silu_mul_quant(
     sites: list[fx.Node] | None = None,
 ) -> int:
     """Fuse wherever a value that is rounded to FP8 is the result of ``silu_mul``."""
-    fired, misses = 0, []
-    for quantized in program.calls(ops.quantize_fp8):
-        if limit is not None and fired >= limit:
-            break
-        gated = arguments(quantized)["x"]
-        if gated.target not in (ops.silu_mul, ops.glu):
-            continue
-        found = _look(program, quantized)
+
+    def fuse(quantized: fx.Node) -> fx.Node | str:
+        gated, found = arguments(quantized)["x"], _look(program, quantized)
         if isinstance(found, str):
-            misses.append(miss(quantized, found))
-            continue
-        made = join(
+            return found
+        return join(
             program, _FUSED[found.kind], {"gate_up": arguments(gated)["gate_up"], **found.arguments},
             results=list(found.absorbed.values()), covered=[gated], before=gated, made_by="fuse_silu_mul_quant",
         )  # fmt: skip
-        fired += 1
-        if sites is not None:
-            sites.append(made)
-    if near_misses is not None:
-        near_misses += misses
-    return fired
+
+    gates = (ops.silu_mul, ops.glu)
+    places = [node for node in program.calls(ops.quantize_fp8) if arguments(node)["x"].target in gates]
+    return fuse_each(places, fuse, limit, near_misses, sites)
 
 
 def _look(program: Program, quantized: fx.Node) -> Rounding | str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -75,3 +75,26 @@ def _erase(program: Program, nodes: Iterable[fx.Node]) -> None:
 def miss(node: fx.Node, reason: str) -> NearMiss:
     """A near miss at a node."""
     return NearMiss(node.name, node.meta.get("module", ""), reason)
+
+
+def fuse_each(
+    places: Iterable[fx.Node],
+    fuse: Callable[[fx.Node], fx.Node | str],
+    limit: int | None,
+    near_misses: list[NearMiss] | None,
+    sites: list[fx.Node] | None,
+) -> int:
+    """Fuse at each place, or at the first ``limit``; ``fuse`` gives what it made, or the reason why it made nothing."""
+    fired = 0
+    for place in places:
+        if limit is not None and fired >= limit:
+            break
+        made = fuse(place)
+        if isinstance(made, str):
+            if near_misses is not None:
+                near_misses.append(miss(place, made))
+            continue
+        fired += 1
+        if sites is not None:
+            sites.append(made)
+    return fired
