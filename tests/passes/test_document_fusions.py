@@ -25,6 +25,7 @@ def test_counts_of_a_model() -> None:
     found = {line.name: line for line in lines(MODELS[-1])}
     counts = {name: line.in_all(64) for name, line in found.items()}
     assert counts == {
+        "scatter_residual": (129, 129),
         "fuse_add_rms_norm": (129, 127),
         "fuse_all_reduce_add_rms_norm": (129, 127),
         "fuse_qk_norm_rope": (64, 64),
