@@ -4,14 +4,17 @@
 
 Random models in bf16 on this machine's CPUs, compiled, through the engine. Both programs are open at once and measured
 in turn, so that what else the machine does falls on both; the ratio is the median of the rounds' ratios, below 1 where
-the fusion wins, and the spread is that between the quartiles. A fusion that does not fire in a family is left out.
+the fusion wins, and the spread is that between the quartiles. A fusion that does not fire in a family is left out;
+"llama fp8" is the same model as "llama", rounded to FP8 with a scale for each token, and shows what rounds only.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import graphsrt
 from graphsrt.passes.document_fusions import FUSIONS
+from graphsrt.quantize import quantize
 
 VOCAB = 8192
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"head_dim": 64}, "gpt_neox": {"hidden_act": "gelu"}}
+IN_FP8 = "llama fp8"
 
 
 def model_of(family: str, layers: int, width: int) -> Any:
@@ -34,6 +39,12 @@ def model_of(family: str, layers: int, width: int) -> Any:
     )  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def in_fp8(net: Any, folder: Path) -> Path:
+    """A checkpoint of the model with FP8 weights, whose inputs are rounded with a scale for each token."""
+    net.save_pretrained(folder / "plain")
+    return quantize(folder / "plain", folder / "fp8", "fp8-dynamic")
 
 
 def measure(model: graphsrt.CompiledModel, batch: int, prompt: int, new: int) -> float:
@@ -65,21 +76,29 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    families = [*FAMILIES, IN_FP8]
+    parser.add_argument("--families", nargs="+", default=families, choices=families)
     parser.add_argument("--only", nargs="+", default=FUSIONS, choices=FUSIONS)
     args = parser.parse_args()
     print("| family | fusion | fired | decode, batch 1 | decode, batch 8 | prefill 512 |\n|---|---|---|---|---|---|")
     for family in args.families:
-        net = model_of(family, args.layers, args.width)
-        with graphsrt.compile(net, tp=args.tp) as fused:
-            fired = {report.name: report.fired for report in fused.program().history}
-            for name in (name for name in args.only if fired[name]):
-                with graphsrt.compile(net, tp=args.tp, without=[name]) as plain:
-                    found = [
-                        compare(fused, plain, args.rounds, batch=batch, prompt=prompt, new=new)
-                        for batch, prompt, new in ((1, 16, 64), (8, 16, 64), (1, 512, 1))
-                    ]
-                print(f"| {family} | {name} | {fired[name]} | {' | '.join(found)} |", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            net = model_of(family.split()[0], args.layers, args.width)
+            model = in_fp8(net, Path(folder)) if family == IN_FP8 else net
+            rows(family, model, [name for name in args.only if family != IN_FP8 or name.endswith("quant")], args)
+
+
+def rows(family: str, model: Any, names: list[str], args: argparse.Namespace) -> None:
+    """Print a line for each of the fusions that fires."""
+    with graphsrt.compile(model, tp=args.tp) as fused:
+        fired = {report.name: report.fired for report in fused.program().history}
+        for name in (name for name in names if fired[name]):
+            with graphsrt.compile(model, tp=args.tp, without=[name]) as plain:
+                found = [
+                    compare(fused, plain, args.rounds, batch=batch, prompt=prompt, new=new)
+                    for batch, prompt, new in ((1, 16, 64), (8, 16, 64), (1, 512, 1))
+                ]
+            print(f"| {family} | {name} | {fired[name]} | {' | '.join(found)} |", flush=True)
 
 
 if __name__ == "__main__":

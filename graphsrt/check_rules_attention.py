@@ -15,13 +15,7 @@ from graphsrt.placement import Layout, Partial, Run, Shard
 
 @rule(ops.attention, ops.radix_attention)
 def _attention(call: Call) -> Held:
-    for node in call.node.all_input_nodes:
-        if isinstance(call.held[node].placement, Partial):
-            raise Refused(f"{node.name} is a sum that is not complete", "R or S", str(call.held[node]))
-    known = {call.args.get(n) for n in ("q", "k", "v", "sinks", "alibi_slopes", "kv_pool")}
-    for node in call.node.all_input_nodes:
-        if node not in known and call.held[node] != WHOLE:
-            raise Refused(f"{node.name} differs from rank to rank", "R", str(call.held[node]))
+    _check_others(call, "q", "k", "v", "sinks", "alibi_slopes", "kv_pool")
     query = _heads(call, "q", 1)
     pairs = {name: _heads(call, name, dim) for name, dim in (("k", 1), ("v", 1), ("kv_pool", 3))}
     names = [name for name in pairs if isinstance(call.args.get(name), fx.Node)]
@@ -38,6 +32,17 @@ def _attention(call: Call) -> Held:
         if isinstance(call.args[name], fx.Node) and addresses(_heads(call, name, 0)) != addresses(query):
             raise Refused(f"{name} do not follow the query heads", f"S(0) of {query}", str(call.of(name)))
     return call.of("q")
+
+
+def _check_others(call: Call, *by_heads: str) -> None:
+    """No argument is an incomplete sum, and those that are not divided ``by_heads`` are the same on every rank."""
+    for name, node in call.args.items():
+        if not isinstance(node, fx.Node):
+            continue
+        if isinstance(call.held[node].placement, Partial):
+            raise Refused(f"{node.name} is a sum that is not complete", "R or S", str(call.held[node]))
+        if name not in by_heads and call.held[node] != WHOLE:
+            raise Refused(f"{node.name} differs from rank to rank", "R", str(call.held[node]))
 
 
 def _heads(call: Call, name: str, dim: int) -> Layout:
@@ -71,7 +76,17 @@ def mismatch(query: Layout, keys: Layout) -> tuple[int, int, int] | None:
 
 @rule(ops.kv_write)
 def _kv_write(call: Call) -> Held:
-    layouts = [_heads(call, name, dim) for name, dim in (("k", 1), ("v", 1), ("kv_pool", 3))]
-    if len({addresses(layout) for layout in layouts}) != 1:
-        raise Refused("keys, values and pool hold different heads", str(layouts[2]), f"{layouts[0]} and {layouts[1]}")
+    check_write(call)
     return WHOLE
+
+
+def check_write(call: Call, *by_heads: str) -> None:
+    """Keys, values and the pool that they go to hold the same heads, rank by rank; ``by_heads``: more arguments whose
+    heads (dimension 1) may be divided. All else must be the same on every rank."""
+    dims = {"k": 1, "v": 1, "kv_pool": 3, **dict.fromkeys(by_heads, 1)}
+    _check_others(call, *dims)
+    keys, values, pool = (_heads(call, name, dims[name]) for name in ("k", "v", "kv_pool"))
+    if len({addresses(layout) for layout in (keys, values, pool)}) != 1:
+        raise Refused("keys, values and pool hold different heads", str(pool), f"{keys} and {values}")
+    for name in by_heads:
+        _heads(call, name, 1)

@@ -8,6 +8,7 @@ import torch.fx as fx
 
 from graphsrt import ops
 from graphsrt.check_rules import SUM, WHOLE, Call, Held, Refused, describe, like_value, not_partial, rule, shard
+from graphsrt.check_rules_attention import check_write
 from graphsrt.check_rules_collectives import _axis
 from graphsrt.check_rules_fp8 import _in_blocks
 from graphsrt.check_rules_norms import _norm
@@ -80,3 +81,9 @@ def _qk_norm_rope(call: Call) -> tuple[Held, Held]:
                 "a norm of heads and a rope need whole heads and all tokens", "S(1), by heads", describe(place)
             )
     return call.of("q"), call.of("k")
+
+
+@rule(ops.rope_kv_write)
+def _rope_kv_write(call: Call) -> Held:
+    check_write(call, "q")
+    return call.of("q")

@@ -179,6 +179,7 @@ GATHERED: dict[Any, tuple[str, str | None]] = {
     ops.vocab_embedding: ("weight", None),
     ops.rope: ("table", "positions"),
     ops.qk_norm_rope: ("table", "positions"),
+    ops.rope_kv_write: ("table", "positions"),
     aten.embedding.default: ("weight", None),
     aten.index_select.default: ("self", None),
     aten.index.Tensor: ("self", None),
@@ -232,7 +233,9 @@ def slot_bytes(program: Program, name: str) -> int:
     return math.prod(int(size) for size in pool.shape if size != "slots") * pool.dtype.itemsize
 
 
-WRITTEN: dict[Any, str] = {ops.radix_attention: "k", ops.kv_write: "k", ops.radix_latent_attention: "latent"}
+WRITTEN: dict[Any, str] = {
+    ops.radix_attention: "k", ops.kv_write: "k", ops.rope_kv_write: "k", ops.radix_latent_attention: "latent",
+}  # fmt: skip
 """Operators that read and write the pool, and the argument with what they write."""
 
 
@@ -243,7 +246,7 @@ def _kv_traffic(sizes: Sizes, node: fx.Node) -> tuple[int, int]:
     layers = int(sizes.program.inputs[pool].shape[0])
     token = slot_bytes(sizes.program, pool) // layers  # keys and values of one token in this layer
     written = token * sizes.step.tokens if args[WRITTEN[node.target]] is not None else 0
-    if node.target is ops.kv_write:
+    if node.target in (ops.kv_write, ops.rope_kv_write):
         return 0, written
     return token * sizes.step.keys_read(args["sliding_window"], args["chunk_size"]), written
 
@@ -324,9 +327,10 @@ FLOPS: dict[Any, tuple[Counter, tuple[str, str]]] = {
 """Operators with FLOPs that count, how to count them, and their two operands."""
 
 MEMORY_ONLY: set[Any] = {
-    ops.kv_write, ops.rms_norm, ops.l2_norm, ops.add_rms_norm, ops.add_layer_norm, ops.rope, ops.qk_norm_rope, ops.glu,
-    ops.silu_mul, ops.vocab_embedding, ops.fp8_scale, ops.quantize_fp8, ops.rms_norm_quant, ops.rms_norm_static_quant,
-    ops.add_rms_norm_quant, ops.add_rms_norm_static_quant, ops.silu_mul_quant, ops.silu_mul_static_quant,
+    ops.kv_write, ops.rms_norm, ops.l2_norm, ops.add_rms_norm, ops.add_layer_norm, ops.rope, ops.qk_norm_rope,
+    ops.rope_kv_write, ops.glu, ops.silu_mul, ops.vocab_embedding, ops.fp8_scale, ops.quantize_fp8,
+    ops.rms_norm_quant, ops.rms_norm_static_quant, ops.add_rms_norm_quant, ops.add_rms_norm_static_quant,
+    ops.silu_mul_quant, ops.silu_mul_static_quant,
 }  # fmt: skip
 """Our operators that compute a few FLOPs for each number that they read: memory decides their time."""
 

@@ -258,7 +258,7 @@ def _history(stages: Stages, name: str, rules: dict[str, str]) -> list[str]:
     for index in range(len(stages.programs) - 1, 0, -1):
         stage, after = stages.programs[index]
         before = stages.programs[index - 1][1]
-        if before.graph is after.graph:  # the stage changed nothing, and what its program remembers is of an earlier one
+        if before.graph is after.graph:  # it changed nothing; what its program remembers is of an earlier stage
             continue
         old = {node.name: node for node in before.graph.nodes}
         new = {node.name: node for node in after.graph.nodes}

@@ -260,8 +260,9 @@ def radix_attention(
 
 
 @_define(
-    "(Tensor k, Tensor v, Tensor(a!) kv_pool, Tensor out_cache_loc, *, int layer_id, int? kv_layer=None) -> ()",
-    lambda k, v, kv_pool, out_cache_loc, *, layer_id, kv_layer=None: None,
+    "(Tensor k, Tensor v, Tensor(a!) kv_pool, Tensor out_cache_loc, *, int layer_id, int? kv_layer=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+    lambda k, v, kv_pool, out_cache_loc, **_: None,
     traced=False,
 )
 def kv_write(
@@ -272,12 +273,14 @@ def kv_write(
     *,
     layer_id: int,
     kv_layer: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Write ``k [T, K, D]``, ``v [T, K, Dv]`` to the slots ``out_cache_loc [T]`` of the pool's layer ``kv_layer``; None
-    is ``layer_id``. Slot -1 is skipped."""
+    is ``layer_id``. Slot -1 is skipped. An FP8 pool holds ``k / k_scale`` and ``v / v_scale``."""
     from graphsrt.lowering.kernels.radix_attention import kv_write as kernel
 
-    kernel(k, v, kv_pool, out_cache_loc, layer_id, kv_layer)
+    kernel(k, v, kv_pool, out_cache_loc, layer_id, kv_layer, k_scale, v_scale)
 
 
 ATTENTIONS: set[torch._ops.OpOverload] = {attention, radix_attention}
@@ -467,6 +470,7 @@ from graphsrt.ops_fused import add_layer_norm as add_layer_norm  # noqa: E402
 from graphsrt.ops_fused import all_reduce_add_layer_norm as all_reduce_add_layer_norm  # noqa: E402
 from graphsrt.ops_fused import all_reduce_add_rms_norm as all_reduce_add_rms_norm  # noqa: E402
 from graphsrt.ops_fused import qk_norm_rope as qk_norm_rope  # noqa: E402
+from graphsrt.ops_fused import rope_kv_write as rope_kv_write  # noqa: E402
 from graphsrt.ops_fused_fp8 import add_rms_norm_quant as add_rms_norm_quant  # noqa: E402
 from graphsrt.ops_fused_fp8 import add_rms_norm_static_quant as add_rms_norm_static_quant  # noqa: E402
 from graphsrt.ops_fused_fp8 import all_reduce_add_rms_norm_quant as all_reduce_add_rms_norm_quant  # noqa: E402
@@ -484,3 +488,4 @@ from graphsrt.ops_norms import l2_norm as l2_norm  # noqa: E402
 ATTENTIONS |= {latent_attention, radix_latent_attention}
 
 from graphsrt.lowering.kernels import rms_norm as _rms_norm_kernels  # noqa: E402, F401  (registers itself)
+from graphsrt.lowering.kernels import rope_kv_write as _rope_kv_write_kernel  # noqa: E402, F401  (registers itself)

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -16,6 +18,7 @@ from graphsrt.ops import (
     _collective,
     _define,
     add_rms_norm,
+    kv_write,
     normed_like,
     rms_norm,
     rope,
@@ -88,3 +91,49 @@ def qk_norm_rope(
         return REFERENCE[rope](normed, positions, table, interleaved=interleaved)
 
     return one(q, q_weight), one(k, k_weight)
+
+
+# -- rope, and what attention remembers -------------------------------------------------------------------------------
+
+
+@_define(
+    "(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor table, Tensor(a!) kv_pool, Tensor out_cache_loc, "
+    "*, int layer_id, int? kv_layer=None, bool interleaved=False, Tensor? k_scale=None, Tensor? v_scale=None, "
+    "Tensor? q_weight=None, Tensor? k_weight=None, float eps=0.0, str cast='before_weight', float offset=0.0) "
+    "-> Tensor",
+    lambda q, *_, q_weight=None, cast="before_weight", **__: (
+        q.new_empty(q.shape) if q_weight is None else normed_like(q, q_weight, cast)
+    ),
+)
+def rope_kv_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    kv_pool: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    *,
+    layer_id: int,
+    kv_layer: int | None = None,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    cast: str = "before_weight",
+    offset: float = 0.0,
+) -> torch.Tensor:
+    """The rotated ``q [T, H, D]``; the rotated ``k [T, K, D]`` and ``v [T, K, Dv]`` go to slots of the pool.
+
+    ``rope`` of q and k, or ``qk_norm_rope`` where ``q_weight`` and ``k_weight`` are given, then ``kv_write``; see
+    :func:`qk_norm_rope`, :func:`graphsrt.ops.rope` and :func:`graphsrt.ops.kv_write`.
+    """
+    if q_weight is None or k_weight is None:
+        q, k = (REFERENCE[rope](x, positions, table, interleaved=interleaved) for x in (q, k))
+    else:
+        how: dict[str, Any] = {"eps": eps, "cast": cast, "offset": offset, "interleaved": interleaved}
+        q, k = REFERENCE[qk_norm_rope](q, k, q_weight, k_weight, positions, table, **how)
+    kv_write(k, v, kv_pool, out_cache_loc, layer_id=layer_id, kv_layer=kv_layer, k_scale=k_scale, v_scale=v_scale)
+    return q

@@ -81,3 +81,28 @@ def test_heads_that_are_no_heads() -> None:
             check_placements(program)
         node.args = right
     check_placements(program)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_heads_that_are_written(family: str) -> None:
+    """Keys, values and their pool hold the same heads; positions, slots and weights are the same everywhere."""
+    program = captures.stage("fuse_rope_kv_write", family)
+    (node,) = program.calls(ops.rope_kv_write)
+    args, kwargs = node.args, dict(node.kwargs)
+    queries = args[0]
+    whole, partial = program.calls(ops.rms_norm)[0], program.calls(ops.vocab_embedding)[0]
+    positions, table, slots = 3, 4, 6
+    cases = [(index, queries, f"{queries.name} differs from rank to rank") for index in (positions, table, slots)]
+    cases += [(index, whole, "hold different heads") for index in (1, 2)]
+    cases += [(index, partial, "is a sum that is not complete") for index in (0, 1, 2)]
+    for index, value, words in cases:
+        node.args = (*args[:index], value, *args[index + 1 :])
+        with pytest.raises(CompileError, match=words):
+            check_placements(program)
+    node.args = args
+    for name in [name for name in ("q_weight", "k_weight") if name in kwargs]:
+        node.kwargs = {**kwargs, name: args[1]}
+        with pytest.raises(CompileError, match="differs from rank to rank"):
+            check_placements(program)
+    node.kwargs = kwargs
+    check_placements(program)

@@ -37,7 +37,7 @@ def mechanisms(captured: Program, final: Program) -> list[str]:
     names = {target_name(node.target) for node in final.nodes}
     words = {"latent_attention": "latent attention", "moe": "experts", "rope": "rope", "layer_norm": "layer norm"}
     found += [word for part, word in words.items() if any(part in name for name in names)]
-    ropes = final.calls(ops.rope, ops.qk_norm_rope)
+    ropes = final.calls(ops.rope, ops.qk_norm_rope, ops.rope_kv_write)
     if any(arguments(node)["interleaved"] for node in ropes):
         found.append("interleaved")
     if len(captured.calls(aten.embedding.default)) > 1:

@@ -81,12 +81,12 @@ class Executable:
         if backend not in ("inductor", "eager"):
             raise ValueError(f'unknown backend {backend!r}: "inductor" or "eager"')
         _check_weights(program, weights)
-        program = decompose(program)
+        device = next((w.device for w in weights.values()), torch.device("cpu"))
+        program = decompose(program, device.type)
         self.program = program
         self.backend: Backend = backend
         self._collectives = collectives
         self.collectives_s = 0.0
-        device = next((w.device for w in weights.values()), torch.device("cpu"))
         self._device = device.type
         self.stats = CompileStats()
         steps: list[Step]

@@ -64,7 +64,8 @@ def compile_regions(
     if torch.device(device).type != "cpu":
         raise CompileError(explain(f"regions are compiled for the CPU, not for {device}", hint='use backend="eager"'))
     started = time.perf_counter()
-    regions = distinct_regions([step for program in programs for step in cut(decompose(program))])
+    steps = [step for program in programs for step in cut(decompose(program, torch.device(device).type))]
+    regions = distinct_regions(steps)
     missing = [region for region in regions if not is_intact(region)]
     stats = CompileStats(distinct=len(regions))
     for place in filter(Path.exists, map(folder, missing)):

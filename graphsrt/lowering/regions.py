@@ -26,7 +26,8 @@ from graphsrt.errors import CompileError, explain
 from graphsrt.program import Program, is_mutating, target_from_name, target_name, where
 
 WITH_KERNELS = {
-    ops.attention, ops.latent_attention, ops.radix_attention, ops.radix_latent_attention, ops.kv_write, ops.moe_experts,
+    ops.attention, ops.latent_attention, ops.radix_attention, ops.radix_latent_attention, ops.kv_write,
+    ops.rope_kv_write, ops.moe_experts,
 }  # fmt: skip
 """Operators that run a kernel of their own and are never part of a region."""
 

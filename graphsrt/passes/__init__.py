@@ -8,6 +8,7 @@ from graphsrt.passes.fuse_all_reduce_add_layer_norm import fuse_all_reduce_add_l
 from graphsrt.passes.fuse_all_reduce_add_rms_norm import fuse_all_reduce_add_rms_norm
 from graphsrt.passes.fuse_qk_norm_rope import fuse_qk_norm_rope
 from graphsrt.passes.fuse_rms_norm_quant import fuse_rms_norm_quant
+from graphsrt.passes.fuse_rope_kv_write import fuse_rope_kv_write
 from graphsrt.passes.fuse_silu_mul import fuse_silu_mul
 from graphsrt.passes.fuse_silu_mul_quant import fuse_silu_mul_quant
 from graphsrt.passes.merge_gate_up import merge_gate_up
@@ -50,6 +51,7 @@ PIPELINE: list[Callable[..., int]] = [
     fuse_all_reduce_add_rms_norm,
     fuse_all_reduce_add_layer_norm,
     fuse_qk_norm_rope,
+    fuse_rope_kv_write,
     fuse_silu_mul,
     fuse_rms_norm_quant,
     fuse_silu_mul_quant,

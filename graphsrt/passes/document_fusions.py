@@ -27,15 +27,17 @@ HEADER = """\
 
 Written by `python -m graphsrt.passes.document_fusions > docs/fusions.md`. Models have the sizes of published ones, on
 eight ranks; no weights are read. A *site* is a place that a fusion is about: a norm, a sum over ranks, a rounding to
-FP8, an attention with normed heads, a gated unit. Each site fires or has a reason. `graphsrt explain MODEL PASS` says
-the same of any model, value by value, and `without=["fuse_…"]` (`--without`) turns a fusion off. `scatter_residual`
-stands for the prefill program, the others for the one that decodes.
+FP8, an attention whose heads are normed, or whose keys are rotated and written, a gated unit. Each site fires or has a
+reason. `graphsrt explain MODEL PASS` says the same of any model, value by value, and `without=["fuse_…"]` (`--without`)
+turns a fusion off. `scatter_residual` stands for the prefill program, the others for the one that decodes.
 
 Whoever runs a program takes `all_reduce_…` apart again where nothing does all of it (`lowering/decompose.py`): the sum
 is a collective, and what follows it is compiled with its neighbours. On CPUs every fused operator is compiled from its
-definition, so that none is slower than what it takes the place of; on CUDA devices norms with what is fused to them run
-the Triton kernel in `lowering/kernels/rms_norm` (`python -m graphsrt.lowering.kernels.rms_norm.resources` prints its
-registers and spills). On any device, results are bitwise those of the definitions' parts but for the order of sums.
+definition, so that none is slower than what it takes the place of, and the attention's kernel writes the keys that
+`rope_kv_write` would. On CUDA devices norms with what is fused to them run the Triton kernel in
+`lowering/kernels/rms_norm`, and `rope_kv_write` that in `lowering/kernels/rope_kv_write`; `python -m
+graphsrt.lowering.kernels.rms_norm.resources` prints registers and spills, likewise of the other. On any device, results
+are bitwise those of the definitions' parts but for the order of sums.
 """
 
 

@@ -24,13 +24,14 @@ def join(
 ) -> fx.Node:
     """Call ``target`` with the ``values`` that its schema names, just before a node; returns its first result.
 
+    A keyword that is not among the values has its default.
     ``results``: for each result of the call the value of before that it takes the place and the name of, None if
     nobody reads it. ``covered``: the operators that go, which nobody but one another and the results' users may read.
     """
     going = list(dict.fromkeys([*(value for value in results if value is not None), *covered]))
     arguments = target._schema.arguments
     positional = [values[a.name] for a in arguments if not a.kwarg_only]
-    keywords = {a.name: values[a.name] for a in arguments if a.kwarg_only}
+    keywords = {a.name: values[a.name] for a in arguments if a.kwarg_only and a.name in values}
     like = before
     path = ".".join(part for part in (like.meta.get("module"), target_name(target).split(".")[1]) if part)
     fused = program.call(target, *positional, name=path, before=before, like=like, **keywords)

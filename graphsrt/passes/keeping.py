@@ -16,7 +16,7 @@ from graphsrt.check_rules import Refused
 from graphsrt.errors import CompileError, explain
 from graphsrt.program import Program, arguments, aten, target_name, where
 
-_WRITES = {ops.radix_attention: "k", ops.radix_latent_attention: "latent"}
+_WRITES = {ops.radix_attention: "k", ops.rope_kv_write: "k", ops.radix_latent_attention: "latent"}
 """Operators that remember tokens, and the argument with what they remember."""
 _ATTENTION = (ops.attention, ops.latent_attention, *_WRITES)
 _CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout}
@@ -200,7 +200,7 @@ def _rounds(node: fx.Node, dtype: torch.dtype) -> bool:
 
 
 def _check_layers(program: Program, before: Program) -> None:
-    """An attention keeps its layer number, and no two write keys of the same layer of a pool."""
+    """An attention keeps its layer number; keys of a layer of a pool are written once, and before any is read."""
     old = {n.name: arguments(n)["layer_id"] for n in before.calls(*_ATTENTION)}
     writers: dict[tuple[fx.Node, int], str] = {}
     for node in program.calls(*_ATTENTION):
@@ -210,9 +210,14 @@ def _check_layers(program: Program, before: Program) -> None:
         if wanted is not None and layer != wanted:
             what = f"{target_name(node.target)} of layer {wanted} became one of layer {layer}"
             raise CompileError(explain(what, where=place, expected=f"layer_id={wanted}", got=f"layer_id={layer}"))
-        if node.target not in _WRITES or args[_WRITES[node.target]] is None:
+        if node.target not in _WRITES:
             continue
         pool, at = args["kv_pool"], layer if args["kv_layer"] is None else args["kv_layer"]
+        if args[_WRITES[node.target]] is None:
+            if (pool, at) not in writers:
+                what = f"keys of layer {at} are read and nothing before has written them"
+                raise CompileError(explain(what, where=place, expected=f"an operator that writes layer {at} of {pool}"))
+            continue
         if (pool, at) in writers:
             what = f"keys of layer {at} are written twice"
             wanted = "a layer_id of its own" if args["kv_layer"] is None else f"a kv_layer of {pool.name} of its own"

@@ -132,22 +132,15 @@ def _replace(program: Program, rotation: _Rotation) -> tuple[fx.Node | None, str
         return None, reason
     table = _table(program, recipe, rotation.cos)
     given = x
-    if heads_first:
-        given = (
-            x.args[0]
-            if _swaps(x)
-            else program.call(aten.transpose.int, x, 0, 1, name=f"{x.name}.swap", before=result, like=result)
-        )
-        program.infer([given])
-    rotated = _call(program, given, positions[0], table, result)
     whole = _partial(result, x)
     if whole is not None:  # cat([rope(x[…, :r]), x[…, r:]]) is rope of all of x
-        source: fx.Node = whole
-        given = source.args[0] if heads_first and _swaps(source) else source
-        if heads_first and given is source:
-            return rotated, None
-        rotated = _call(program, given, positions[0], table, result)
-        result = next(iter(result.users))
+        given, result = whole, next(iter(result.users))
+    if heads_first and _swaps(given):
+        given = given.args[0]
+    elif heads_first:
+        given = program.call(aten.transpose.int, given, 0, 1, name=f"{given.name}.swap", before=result, like=result)
+        program.infer([given])
+    rotated = _call(program, given, positions[0], table, result)
     _take_place(program, result, rotated, heads_first)
     return rotated, None
 

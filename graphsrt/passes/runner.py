@@ -25,7 +25,7 @@ from graphsrt.errors import CompileError, explain
 from graphsrt.passes.keeping import check_kept, record_provenance
 from graphsrt.passes.rewriter import rule_of
 from graphsrt.placement import global_shape
-from graphsrt.program import PassReport, Program, Site
+from graphsrt.program import PassReport, Program, Site, where
 
 Pass = Callable[..., int]
 
@@ -232,7 +232,9 @@ def _run_one(
         report.fired = function(program, **options)
         if not report.fired and _fingerprint(program) == was and all("val" in node.meta for node in program.nodes):
             return _finish(report, program, limit, required, start), False
+        made_up = [node for node in said or () if node not in known]
         program.remove_dead()
+        _check_used(made_up, name)
         program.lint()
         program.infer()
         _mark(program, before, name)
@@ -278,6 +280,17 @@ _MARKS = ("placement", "module", "source", "made_by")
 def _site(node: fx.Node) -> Site:
     meta = node.meta
     return Site(node.name, meta["module"], meta.get("source", ""), meta.get("rule", ""), meta.get("from_nodes", ()))
+
+
+def _check_used(sites: Iterable[fx.Node], name: str) -> None:
+    """A pass that makes what nobody reads would report what it meant to do, not what it did."""
+    for node in sites:
+        if node._erased:
+            raise CompileError(
+                explain(f"{name} made {node.name}, which nothing reads", where=f"{node.name} {where(node)}".strip(),
+                        expected="the new value in the place of the old one",
+                        hint="program.replace(OLD, NEW) gives the readers of one value another")
+            )  # fmt: skip
 
 
 def _check_count(report: PassReport, limit: int | None, required: bool) -> None:

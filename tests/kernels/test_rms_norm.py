@@ -114,9 +114,9 @@ def test_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
     """FP8 numbers are rounded to nearest by one instruction, which saturates."""
     out = run(
         """
-from graphsrt.lowering.kernels.rms_norm.resources import compile_for_hopper
+from graphsrt.lowering.kernels.rms_norm.resources import variant
 for quantised in ("none", "block"):
-    made = compile_for_hopper(8192, True, quantised)
+    made = variant(8192, True, quantised)
     print(".target sm_90" in made.ptx, made.spilled_bytes, made.registers <= 64,
           "cvt.rn.satfinite.e4m3x2.f32" in made.ptx)
 """,

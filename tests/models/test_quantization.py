@@ -22,7 +22,7 @@ from graphsrt.models.quantization import read_quantization, writers
 from graphsrt.models.quantization.scheme import LinearScheme, Pattern, Quantization
 from graphsrt.models.source import resolve
 from graphsrt.passes import PIPELINE
-from graphsrt.passes.runner import run_phases
+from graphsrt.passes.runner import pass_name, run_phases
 from graphsrt.quantize import quantize
 from graphsrt.recipes import DequantFp8, evaluate
 from graphsrt.verification import small_program, verify_stages
@@ -163,6 +163,26 @@ def test_logits_are_those_of_the_scheme(written: Callable[[str, str], Path], sch
     plain_logits = tiny.eager_logits(tiny.build("llama"), ids)
     assert tiny.worst(got, want) <= 1e-5
     assert tiny.worst(plain_logits, want) > 1e-3, "the test would see it if nothing were rounded"
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-dynamic", "fp8-block"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fused_and_unfused(written: Callable[[str, str], Path], scheme: str, tp: int) -> None:
+    """Through the engine, rounding in the norm and in the gate gives the bits of rounding after them."""
+    folder, ids = written("compressed-tensors", scheme), tiny.tokens(13, seed=4)
+    fusions = [name for name in map(pass_name, PIPELINE) if name.startswith("fuse_")]
+    how: dict[str, Any] = {"tp": tp, "ranks": "simulated", "backend": "eager", "dtype": torch.float32}
+    params = graphsrt.SamplingParams(max_new_tokens=5, ignore_eos=True)
+    found = []
+    for without in ([], fusions):
+        with graphsrt.compile(folder, max_tokens_per_step=5, without=without, **how) as model:
+            fired = {report.name for report in model.program().history if report.fired}
+            rounds = {"fuse_rms_norm_quant"} | ({"fuse_silu_mul_quant"} if scheme == "fp8" or tp == 1 else set())
+            assert fired & set(fusions) == set() if without else rounds <= fired
+            found.append((model.logits(ids), model.generate([ids, ids[:3]], params)))
+    (fused, tokens), (plain, others) = found
+    assert torch.equal(fused, plain)
+    assert [result.token_ids for result in tokens] == [result.token_ids for result in others]
 
 
 def test_experts_are_multiplied_while_they_are_read(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def test_counts_of_a_model() -> None:
         "fuse_add_rms_norm": (129, 127),
         "fuse_all_reduce_add_rms_norm": (129, 127),
         "fuse_qk_norm_rope": (64, 64),
+        "fuse_rope_kv_write": (64, 64),
         "fuse_silu_mul": (64, 64),
         "fuse_rms_norm_quant": (192, 128),
         "fuse_silu_mul_quant": (64, 64),

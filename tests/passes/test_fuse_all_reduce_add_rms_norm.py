@@ -125,10 +125,10 @@ def test_models_and_the_smaller_fusion_names_the_larger() -> None:
 def test_lowering_takes_it_apart() -> None:
     """No kernel here does all of it: the sum is a collective, the rest joins the region after it, the bits stay."""
     fused = check(fuse_all_reduce_add_rms_norm, made(), fires=1).program
-    apart = decompose(fused)
+    apart = decompose(fused, "cpu")
     assert "= graphsrt.all_reduce(linear_1, " in step_text(apart) and "= graphsrt.add_rms_norm(" in step_text(apart)
     assert check_ranks(fused, apart, tolerance=0) == 0
-    assert decompose(apart) is apart
+    assert decompose(apart, "cpu") is apart
 
 
 def test_engine() -> None:

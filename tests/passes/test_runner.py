@@ -137,6 +137,18 @@ def test_fired_nowhere() -> None:
     assert run(gated(), [hopeful]).final.history[0].near_misses[0].reason == "it is too blue"
 
 
+def test_what_is_made_is_read() -> None:
+    """A count of rewrites that nothing came of is an error, not a report."""
+
+    def for_nothing(program: Program, *, sites: list[Any]) -> int:
+        old = program.output
+        sites.append(program.call(aten.relu.default, old, name="new", before=old.next, like=old))
+        return 1
+
+    with pytest.raises(CompileError, match="for_nothing made new, which nothing reads"):
+        run(gated(), [for_nothing])
+
+
 def test_change_of_dtype_or_shape() -> None:
     def rounds(program: Program) -> int:
         old = program.output
