@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphsrt.errors import CompileError
 from graphsrt.lowering.kernels import build
-from graphsrt.lowering.kernels.radix_attention import cpu, kv_write, radix_attention, reference
+from graphsrt.lowering.kernels.radix_attention import cpu, fp8, kv_write, radix_attention, reference
 
 NUM_LAYERS, LAYER = 3, 1
 # Largest error beside the float64 truth on inputs of about 1. bfloat16 keeps 8 bits: rounding the output costs 2^-9
@@ -229,6 +229,53 @@ def test_pool_of_another_dtype(dtype, pool_dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_float16_pool(dtype):
     check(make_case(MIXED, (8, 2, 32), dtype=dtype, pool_dtype=torch.float16))
+
+
+FP8 = torch.float8_e4m3fn
+SCALES = {"k_scale": torch.tensor([[0.013]]), "v_scale": torch.tensor([[0.27]])}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads", [(8, 2, 64), (6, 3, 20), (28, 4, 128), (6, 3, 24, 16)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 40, "softcap": 5.0}], ids=["full", "window and cap"])
+def test_fp8_pool(dtype, heads, options):
+    """Against float64 on the numbers as they are stored; the bytes that are written are those of the reference."""
+    case = make_case([*MIXED, (700, 1)], heads, dtype=dtype, pool_dtype=torch.float32, padding=3)
+    case.kv_pool = case.kv_pool.mul(20).to(FP8)
+    mine, theirs = case.clone(), case.clone()
+    out = run(radix_attention, mine, **SCALES, **options)
+    fp8.kv_write(case.k, case.v, theirs.kv_pool, case.out_cache_loc, LAYER, **SCALES)
+    assert torch.equal(mine.kv_pool.view(torch.uint8), theirs.kv_pool.view(torch.uint8))
+    wide = Case(*(x.double() if x.is_floating_point() else x for x in theirs.args()))
+    expected = run(fp8.radix_attention, wide, k=None, v=None, **SCALES, **options)
+    assert torch.isfinite(out).all() and not out[int(case.query_start_loc[-1]) :].any()
+    # values reach 0.27 · 60, keys 0.013 · 60: relative to the largest, as inputs of about 1 are
+    assert (out.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("size", [64, 20], ids=["vectors", "single numbers"])
+def test_every_fp8_number_is_read(size):
+    """A token that sees itself alone gets its values back: subnormal, negative, the largest, NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8)
+    pool = torch.zeros(1, 2, 256, 1, size).to(FP8)
+    pool[0, 1] = codes[:, None, None]
+    table, one = torch.arange(256, dtype=torch.int32)[:, None], torch.ones(1, 1)
+    out = radix_attention(
+        torch.zeros(256, 1, size), None, None, pool, table, torch.arange(256), torch.ones(256, dtype=torch.int64),
+        torch.arange(257), torch.full((256,), -1), layer_id=0, scale=1.0, k_scale=one, v_scale=one,
+    )  # fmt: skip
+    assert codes.float().isnan().sum() == 2
+    torch.testing.assert_close(out[:, 0], codes.float()[:, None].expand(-1, size), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_fp8_cannot_hold_saturates():
+    k = torch.tensor([1e6, -1e6, float("inf"), float("nan"), 447.0, 1e-6, -0.0, 17.0]).view(1, 1, 8)
+    pools = [torch.zeros(1, 2, 2, 1, 8).to(FP8) for _ in range(2)]
+    scales = {"k_scale": torch.ones(1, 1), "v_scale": torch.full((1, 1), 0.5)}
+    kv_write(k, k, pools[0], torch.tensor([1]), 0, **scales)
+    fp8.kv_write(k, k, pools[1], torch.tensor([1]), 0, **scales)
+    assert torch.equal(pools[0].view(torch.uint8), pools[1].view(torch.uint8))
+    assert pools[0][0, 0, 1, 0, :3].float().tolist() == [448, -448, 448] and pools[0][0, 0, 1, 0, 3].float().isnan()
 
 
 def test_one_token():

@@ -26,12 +26,14 @@ def kv_write(
     out_cache_loc int64 ``[T]``, the slot of each token, -1 for rows that are not written. Slots must differ.
     Raises ``ValueError`` for wrong shapes, dtypes or slots, before anything is written. Source: ours.
     """
+    scales = fp8.check(kv_pool, k_scale, v_scale)
     layer = layer_id if kv_layer is None else kv_layer
-    if fp8.check(kv_pool, k_scale, v_scale):
-        assert k_scale is not None and v_scale is not None
-        fp8.kv_write(k, v, kv_pool, out_cache_loc, layer, k_scale, v_scale)
-        return
-    (cpu if kv_pool.is_cpu else reference).kv_write(k, v, kv_pool, out_cache_loc, layer)
+    if kv_pool.is_cpu:
+        cpu.kv_write(k, v, kv_pool, out_cache_loc, layer, *scales)
+    elif scales:
+        fp8.kv_write(k, v, kv_pool, out_cache_loc, layer, *scales)
+    else:
+        reference.kv_write(k, v, kv_pool, out_cache_loc, layer)
 
 
 def radix_attention(
@@ -80,37 +82,17 @@ def radix_attention(
     divided by theirs, rounded, and multiplied by it where they are read; values likewise.
 
     q, k, v may be slices of one fused tensor (last stride 1). float64, float32, bfloat16 and float16, pool and q of
-    the same dtype or not; sums are float64 where q or the pool is, else float32. A float8_e4m3fn pool runs the plain
-    reference on every device. With others, on the CPU, what a sequence gets does not depend, bit for bit, on the others
-    in the batch or on the number of threads.
+    the same dtype or not; sums are float64 where q or the pool is, else float32. On the CPU what a sequence gets does
+    not depend, bit for bit, on the others in the batch or on the number of threads.
 
     Raises ``ValueError`` for wrong shapes, dtypes, lengths or slots, before anything is written; ``CompileError``
     where the CPU kernel cannot be built. Source: FlashAttention-2 (arXiv:2307.08691), Flash-Decoding.
     """
-    if fp8.check(kv_pool, k_scale, v_scale):
-        assert k_scale is not None and v_scale is not None
-        return fp8.radix_attention(
-            q, k, v, kv_pool, req_to_token, req_pool_indices, seq_lens, query_start_loc, out_cache_loc,
-            layer_id=layer_id if kv_layer is None else kv_layer, scale=scale, k_scale=k_scale, v_scale=v_scale,
-            sliding_window=sliding_window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-            chunk_size=chunk_size, causal=causal,
-        )  # fmt: skip
-    return (cpu if q.is_cpu else reference).radix_attention(
-        q,
-        k,
-        v,
-        kv_pool,
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        query_start_loc,
-        out_cache_loc,
-        layer_id=layer_id if kv_layer is None else kv_layer,
-        scale=scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        chunk_size=chunk_size,
-        causal=causal,
-    )
+    scales = fp8.check(kv_pool, k_scale, v_scale)
+    where = cpu if q.is_cpu else fp8 if scales else reference
+    return where.radix_attention(  # type: ignore[attr-defined]
+        q, k, v, kv_pool, req_to_token, req_pool_indices, seq_lens, query_start_loc, out_cache_loc,
+        layer_id=layer_id if kv_layer is None else kv_layer, scale=scale, sliding_window=sliding_window,
+        softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, chunk_size=chunk_size, causal=causal,
+        **dict(zip(("k_scale", "v_scale"), scales)),
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from graphsrt.lowering.kernels.build import load_extension
 
 LAYOUTS = "[L, 2, S, K, D] or [L, 1, S, K, D + Dv]"
 _DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # DType in the source
+_POOL_CODES = {**_DTYPE_CODES, torch.float8_e4m3fn: 4}
 
 
 @cache
@@ -22,11 +24,22 @@ def kernel() -> ModuleType:
     return load_extension("radix_attention", Path(__file__).with_name("radix_attention.cpp"))
 
 
-def kv_write(k: Tensor, v: Tensor, kv_pool: Tensor, out_cache_loc: Tensor, layer_id: int) -> None:
+def kv_write(
+    k: Tensor,
+    v: Tensor,
+    kv_pool: Tensor,
+    out_cache_loc: Tensor,
+    layer_id: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """As ``kv_write`` of this package, for CPU tensors. Raises ``ValueError``."""
     if k.dim() != 3:
         raise _wrong("kv_write", "k", "[T, K, D]", k)
-    kernel().kv_write(*_write_args("kv_write", k.shape[0], k.shape[2], k, v, kv_pool, out_cache_loc, layer_id)[0])
+    scales = (k_scale, v_scale)
+    kernel().kv_write(
+        *_write_args("kv_write", k.shape[0], k.shape[2], k, v, kv_pool, out_cache_loc, layer_id, scales)[0]
+    )
 
 
 def radix_attention(
@@ -48,6 +61,8 @@ def radix_attention(
     alibi_slopes: Tensor | None = None,
     chunk_size: int | None = None,
     causal: bool = True,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """As ``radix_attention`` of this package, for CPU tensors. Raises ``ValueError``."""
     op = "radix_attention"
@@ -56,7 +71,8 @@ def radix_attention(
     num_tokens, num_heads, head_size = q.shape
     if num_tokens and q.stride(2) != 1:
         raise _wrong(op, "q", "last dimension of stride 1", q)
-    write, value_size = _write_args(op, num_tokens, head_size, k, v, kv_pool, out_cache_loc, layer_id)
+    scales = (k_scale, v_scale)
+    write, value_size = _write_args(op, num_tokens, head_size, k, v, kv_pool, out_cache_loc, layer_id, scales)
     if num_heads == 0 or num_heads % kv_pool.shape[3]:
         raise _wrong(op, "q", f"[T, a multiple of {kv_pool.shape[3]} heads, D], as kv_pool has it", q)
     if {q.dtype, kv_pool.dtype} == {torch.float16, torch.float64}:
@@ -115,10 +131,11 @@ def _write_args(
     kv_pool: Tensor,
     out_cache_loc: Tensor,
     layer_id: int,
-) -> tuple[tuple[int, ...], int]:
+    scales: tuple[Tensor | None, Tensor | None],
+) -> tuple[tuple[int | float, ...], int]:
     """Checked, and flattened in the order of ``read_write_args`` in the source; and the head size of values."""
-    if kv_pool.dim() != 5 or kv_pool.dtype not in _DTYPE_CODES or not kv_pool.is_cpu or kv_pool.shape[1] not in (1, 2):
-        raise _wrong(op, "kv_pool", f"an {LAYOUTS} CPU tensor of " + _dtype_names(), kv_pool)
+    if kv_pool.dim() != 5 or kv_pool.dtype not in _POOL_CODES or not kv_pool.is_cpu or kv_pool.shape[1] not in (1, 2):
+        raise _wrong(op, "kv_pool", f"an {LAYOUTS} CPU tensor of " + _dtype_names(_POOL_CODES), kv_pool)
     num_layers, parts, num_slots, num_kv_heads, width = kv_pool.shape
     layer_stride, kv_stride, slot_stride, head_stride, last_stride = kv_pool.stride()
     if last_stride != 1 or num_kv_heads == 0 or width == 0:
@@ -133,9 +150,10 @@ def _write_args(
     pool_k = kv_pool.data_ptr() + layer_id * layer_stride * size
     pool_v = pool_k + (kv_stride if parts == 2 else head_size) * size
     where: tuple[int, ...] = (num_tokens, num_kv_heads, head_size, value_size, num_slots, pool_k, pool_v)
-    where += (_DTYPE_CODES[kv_pool.dtype], slot_stride, head_stride, out_cache_loc.data_ptr())
+    where += (_POOL_CODES[kv_pool.dtype], slot_stride, head_stride, out_cache_loc.data_ptr())
+    given = tuple(1.0 if scale is None else float(scale) for scale in scales)
     if k is None and v is None:
-        return (*where, 0, 0, 0, 0, 0, 0, 0), value_size
+        return (*where, 0, 0, 0, 0, 0, 0, 0, *given), value_size
     if k is None or v is None:
         raise ValueError(f"{op}: k and v must be given together, or neither")
     for name, x, last in (("k", k, head_size), ("v", v, value_size)):
@@ -149,7 +167,7 @@ def _write_args(
         *(v.data_ptr(), v_strides[0], v_strides[1]),
         _DTYPE_CODES[k.dtype],
     )
-    return (*where, *written), value_size
+    return (*where, *written, *given), value_size
 
 
 def _per_head(op: str, name: str, x: Tensor | None, num_heads: int) -> tuple[int, int]:
@@ -166,8 +184,8 @@ def _check_indices(op: str, name: str, x: Tensor, length: int) -> None:
         raise _wrong(op, name, f"a contiguous int64 [{length}] CPU tensor", x)
 
 
-def _dtype_names() -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPE_CODES)
+def _dtype_names(codes: Iterable[torch.dtype] = _DTYPE_CODES) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in codes)
 
 
 def _wrong(op: str, name: str, expected: str, x: Tensor) -> ValueError:

@@ -1,4 +1,4 @@
-"""Paged attention over a pool in FP8, on every device: the plain reference around the two scales of a layer.
+"""Paged attention over a pool in FP8, on devices other than the CPU: the reference around the two scales of a layer.
 
 Keys are stored as ``k / k_scale``, rounded to ``float8_e4m3fn`` and saturated; what is read is the product again. So a
 score is ``q · stored`` times ``scale · k_scale``, and the result that of stored values, times ``v_scale``.
@@ -32,7 +32,12 @@ def radix_attention(
     k: Tensor | None,
     v: Tensor | None,
     kv_pool: Tensor,
-    *batch: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out_cache_loc: Tensor,
+    *,
     layer_id: int,
     scale: float,
     k_scale: Tensor,
@@ -40,19 +45,19 @@ def radix_attention(
     **how: Any,
 ) -> Tensor:
     """As ``radix_attention`` of this package."""
-    out_cache_loc = batch[-1]
     if k is not None and v is not None:
         kv_write(k, v, kv_pool, out_cache_loc, layer_id, k_scale, v_scale)
     out = reference.radix_attention(
-        _wide(q), None, None, kv_pool, *batch, layer_id=layer_id, scale=scale * float(k_scale), **how
-    )
+        _wide(q), None, None, kv_pool, req_to_token, req_pool_indices, seq_lens, query_start_loc, out_cache_loc,
+        layer_id=layer_id, scale=scale * float(k_scale), **how,
+    )  # fmt: skip
     return (out * v_scale.reshape(()).to(out.dtype)).to(q.dtype)
 
 
-def check(kv_pool: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
-    """Whether the pool is in FP8. ValueError unless scales are given just then."""
-    given = [scale is not None and scale.numel() == 1 for scale in (k_scale, v_scale)]
-    if given != [kv_pool.dtype == FP8] * 2:
+def check(kv_pool: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """The two scales of an FP8 pool; nothing of another. ValueError unless scales are given just then."""
+    scales = tuple(scale for scale in (k_scale, v_scale) if scale is not None and scale.numel() == 1)
+    if len(scales) != (2 if kv_pool.dtype == FP8 else 0) or (k_scale is None) != (v_scale is None):
         raise ValueError(
             explain(
                 f"a pool of {kv_pool.dtype} and scales of keys and values do not go together",
@@ -60,7 +65,7 @@ def check(kv_pool: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> bo
                 got=", ".join(str(None if s is None else list(s.shape)) for s in (k_scale, v_scale)),
             )
         )
-    return all(given)
+    return scales
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/cpu/vec/functional.h>  // after vec.h, which includes it itself for AVX2 only
+#include <c10/util/Float8_e4m3fn.h>
 
 #include <algorithm>
 #include <atomic>
@@ -35,6 +36,7 @@ namespace {
 using at::vec::Vectorized;
 using c10::BFloat16;
 using c10::Half;
+using Float8 = c10::Float8_e4m3fn;
 
 constexpr int64_t BLOCK = 64;    // KV tokens per online-softmax step
 constexpr int64_t SPLIT = 256;   // KV tokens per item when one query block walks a long context; a multiple of BLOCK
@@ -48,7 +50,7 @@ constexpr int TILE_M = 6;        // 6 x 2 accumulators of 16 registers
 #endif
 constexpr int TILE_N = 2;
 
-enum DType : int64_t { kFloat = 0, kDouble = 1, kBFloat16 = 2, kHalf = 3 };
+enum DType : int64_t { kFloat = 0, kDouble = 1, kBFloat16 = 2, kHalf = 3, kFloat8 = 4 };  // the last: pools only
 
 struct Args {
   const void* q;                          // [T, H, D]
@@ -73,6 +75,7 @@ struct Args {
   int64_t T, H, K, D, Dv, B, S;
   int64_t window, chunk;                  // 0: none
   double scale, softcap;                  // softcap 0: none
+  double k_scale, v_scale;                // the pool holds keys and values divided by these; 1 unless it is in FP8
 };
 
 // The first KV index that the token at `position` sees.
@@ -96,6 +99,24 @@ void with_dtype(int64_t dtype, F&& f) {
   }
 }
 
+template <class F>
+void with_pool_dtype(int64_t dtype, F&& f) {
+  if (dtype == kFloat8) return f(Float8{});
+  with_dtype(dtype, f);
+}
+
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+// Sign and the other 7 bits, moved to where a float has them, are the number but for the exponents' biases: 2^(127 - 7).
+inline __m256 load_fp32_from_fp8(const Float8* p) {
+  const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi32(0x7f));
+  const __m256i sign = _mm256_slli_epi32(_mm256_xor_si256(bytes, low), 24);
+  const __m256 number = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(low, 20)), _mm256_set1_ps(0x1p120f));
+  const __m256i nan = _mm256_cmpeq_epi32(low, _mm256_set1_epi32(0x7f));
+  return _mm256_castsi256_ps(_mm256_or_si256(_mm256_or_si256(_mm256_castps_si256(number), sign), nan));
+}
+#endif
+
 template <class A, class T>
 inline Vectorized<A> load(const T* p) {
   if constexpr (std::is_same_v<A, T>) {
@@ -111,6 +132,12 @@ inline Vectorized<A> load(const T* p) {
       at::vec::load_fp32_from_fp16(p, out);
       return out;
     }
+#endif
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (std::is_same_v<A, float> && std::is_same_v<T, Float8>)
+      return _mm512_insertf32x8(_mm512_castps256_ps512(load_fp32_from_fp8(p)), load_fp32_from_fp8(p + 8), 1);
+#elif defined(CPU_CAPABILITY_AVX2)
+    if constexpr (std::is_same_v<A, float> && std::is_same_v<T, Float8>) return load_fp32_from_fp8(p);
 #endif
     constexpr int VL = Vectorized<A>::size();
     alignas(64) A buffer[VL];
@@ -561,7 +588,7 @@ struct Attention {
   }
 
   void load_queries(const Item& it, int64_t h, A* q) const {
-    const A scale = static_cast<A>(x.scale);
+    const A scale = static_cast<A>(x.scale * x.k_scale);
     const int64_t t0 = x.query_start_loc[it.b] + it.q0;
     with_dtype(x.q_dtype, [&](auto tag) {
       using Q = decltype(tag);
@@ -660,6 +687,7 @@ struct Attention {
     } else {
       factor = A(1) / total;
     }
+    factor *= static_cast<A>(x.v_scale);
     const int64_t offset = ((x.query_start_loc[b] + i) * x.H + head) * Dv;
     with_dtype(x.q_dtype, [&](auto tag) {
       using Q = decltype(tag);
@@ -703,6 +731,18 @@ void check_locations(const Args& x) {
              ", expected -1 (not written) to " + std::to_string(x.S - 1) + " (slots of kv_pool)");
 }
 
+// The pool's form of a number. FP8 saturates; NaN stays NaN.
+template <class To, class From>
+inline To stored(From number, double scale) {
+  if constexpr (std::is_same_v<To, Float8>) {
+    using W = std::conditional_t<std::is_same_v<From, double>, double, float>;
+    const W quotient = static_cast<W>(number) / static_cast<W>(scale);
+    return To(static_cast<float>(quotient > W(448) ? W(448) : quotient < W(-448) ? W(-448) : quotient));
+  } else {
+    return static_cast<To>(number);
+  }
+}
+
 template <class To, class From>
 void write_rows(const Args& x, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
@@ -713,14 +753,14 @@ void write_rows(const Args& x, int64_t begin, int64_t end) {
       const From* v = static_cast<const From*>(x.v) + t * x.v_stride_t + h * x.v_stride_h;
       To* to_k = reinterpret_cast<To*>(x.pool_k) + slot * x.pool_stride_s + h * x.pool_stride_h;
       To* to_v = reinterpret_cast<To*>(x.pool_v) + slot * x.pool_stride_s + h * x.pool_stride_h;
-      for (int64_t d = 0; d < x.D; ++d) to_k[d] = static_cast<To>(k[d]);
-      for (int64_t d = 0; d < x.Dv; ++d) to_v[d] = static_cast<To>(v[d]);
+      for (int64_t d = 0; d < x.D; ++d) to_k[d] = stored<To>(k[d], x.k_scale);
+      for (int64_t d = 0; d < x.Dv; ++d) to_v[d] = stored<To>(v[d], x.v_scale);
     }
   }
 }
 
 void write(const Args& x) {
-  with_dtype(x.pool_dtype, [&](auto to) {
+  with_pool_dtype(x.pool_dtype, [&](auto to) {
     with_dtype(x.kv_dtype, [&](auto from) {
       at::parallel_for(0, x.T, 1 + 65536 / (x.K * (x.D + x.Dv)), [&](int64_t begin, int64_t end) {
         write_rows<decltype(to), decltype(from)>(x, begin, end);
@@ -731,7 +771,7 @@ void write(const Args& x) {
 
 void attend(const Args& x) {
   const bool wide = x.q_dtype == kDouble || x.pool_dtype == kDouble;
-  with_dtype(x.pool_dtype, [&](auto tag) {
+  with_pool_dtype(x.pool_dtype, [&](auto tag) {
     using T = decltype(tag);
     if constexpr (!std::is_same_v<T, Half>) {  // cpu.py refuses float16 beside float64: nobody mixes them
       if (wide) return Attention<double, T>{x}.run();
@@ -786,9 +826,10 @@ void read_write_args(Reader& r, Args& x) {
   x.k = r.pointer<const void*>(), x.k_stride_t = r.integer(), x.k_stride_h = r.integer();
   x.v = r.pointer<const void*>(), x.v_stride_t = r.integer(), x.v_stride_h = r.integer();
   x.kv_dtype = r.integer();
+  x.k_scale = r.real(), x.v_scale = r.real();
 }
 
-constexpr Py_ssize_t NUM_WRITE_ARGS = 18, NUM_ARGS = NUM_WRITE_ARGS + 22;
+constexpr Py_ssize_t NUM_WRITE_ARGS = 20, NUM_ARGS = NUM_WRITE_ARGS + 22;
 
 PyObject* py_kv_write(PyObject*, PyObject* const* args, Py_ssize_t n) {
   if (n != NUM_WRITE_ARGS) return PyErr_Format(PyExc_TypeError, "kv_write: %zd arguments", n);
