@@ -488,4 +488,5 @@ from graphsrt.ops_norms import l2_norm as l2_norm  # noqa: E402
 ATTENTIONS |= {latent_attention, radix_latent_attention}
 
 from graphsrt.lowering.kernels import rms_norm as _rms_norm_kernels  # noqa: E402, F401  (registers itself)
-from graphsrt.lowering.kernels import rope_kv_write as _rope_kv_write_kernel  # noqa: E402, F401  (registers itself)
+from graphsrt.lowering.kernels import rope as _rope_kernels  # noqa: E402, F401  (registers itself)
+from graphsrt.lowering.kernels import silu_mul as _silu_mul_kernels  # noqa: E402, F401  (registers itself)

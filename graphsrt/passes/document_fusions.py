@@ -34,10 +34,10 @@ turns a fusion off. `scatter_residual` stands for the prefill program, the other
 Whoever runs a program takes `all_reduce_…` apart again where nothing does all of it (`lowering/decompose.py`): the sum
 is a collective, and what follows it is compiled with its neighbours. On CPUs every fused operator is compiled from its
 definition, so that none is slower than what it takes the place of, and the attention's kernel writes the keys that
-`rope_kv_write` would. On CUDA devices norms with what is fused to them run the Triton kernel in
-`lowering/kernels/rms_norm`, and `rope_kv_write` that in `lowering/kernels/rope_kv_write`; `python -m
-graphsrt.lowering.kernels.rms_norm.resources` prints registers and spills, likewise of the other. On any device, results
-are bitwise those of the definitions' parts but for the order of sums.
+`rope_kv_write` would. On CUDA devices norms, gated units and rotations with what is fused to them run the Triton
+kernels in `lowering/kernels/{rms_norm,silu_mul,rope}`; `python -m graphsrt.lowering.kernels.rms_norm.resources` prints
+registers and spills, likewise of the others. On any device, results are bitwise those of the definitions' parts but for
+the order of sums.
 """
 
 

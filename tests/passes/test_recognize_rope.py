@@ -30,7 +30,7 @@ def test_text() -> None:
 
 @pytest.mark.parametrize(("family", "width"), [("phi3", 6), ("gpt_neox", 6), ("gemma2", 16)])
 def test_one_table(family: str, width: int) -> None:
-    """Phi-3 and GPT-NeoX rotate half of their 12 channels: the table is narrower, and nothing is cut and put together again."""
+    """Phi-3 and GPT-NeoX rotate half of their 12 channels: a narrower table, and nothing is cut and put together."""
     done = check(recognize_rope, captures.before(NAME, family, layers=2), fires=4, tolerance=CASTS, tokens=(1, 7))
     tables = {name: w for name, w in done.program.weights.items() if isinstance(w.recipe, RopeTable)}
     assert [w.shape for w in tables.values()] == [(64, width)]

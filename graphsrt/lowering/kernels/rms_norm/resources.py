@@ -9,7 +9,8 @@ import sys
 from itertools import product
 
 from graphsrt.lowering.kernels.hopper import Resources, compile_for_hopper
-from graphsrt.lowering.kernels.rms_norm.kernel import DYNAMIC, NONE, STATIC, layout, num_warps, rms_norm_kernel
+from graphsrt.lowering.kernels.rms_norm.kernel import rms_norm_kernel
+from graphsrt.lowering.kernels.rows import DYNAMIC, NONE, STATIC, layout, num_warps
 
 WIDTHS = (4096, 5120, 8192)
 """Of Llama-3.1-8B, Qwen3-32B and Llama-3.1-70B."""

@@ -1,6 +1,6 @@
-"""Registers, spills and shared memory of the rope_kv_write kernel, compiled for Hopper without a device.
+"""Registers, spills and shared memory of the kernel of rotations, compiled for Hopper without a device.
 
-python -m graphsrt.lowering.kernels.rope_kv_write.resources
+python -m graphsrt.lowering.kernels.rope.resources
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import product
 
 from graphsrt.lowering.kernels.hopper import Resources, compile_for_hopper
-from graphsrt.lowering.kernels.rope_kv_write.kernel import blocks, rope_kv_write_kernel
+from graphsrt.lowering.kernels.rope.kernel import blocks, rope_kernel
 
 SIZES = (64, 128, 256)
 """Of heads: small models, most others, Gemma."""
@@ -23,7 +23,7 @@ def variant(size: int, normed: bool, scaled: bool) -> Resources:
     pointers |= {"k_scale_ptr": "fp32", "v_scale_ptr": "fp32"}
     strides = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "slot_stride", "head_stride")
     return compile_for_hopper(
-        rope_kv_write_kernel, pointers=pointers, numbers=("eps", "offset"), warps=1,
+        rope_kernel, pointers=pointers, numbers=("eps", "offset"), warps=1,
         sizes=(*strides, "table_stride", "heads", "half", "size", "value_size"),
         constants={"INTERLEAVED": False, "NORM": normed, "AFTER_WEIGHT": False, "SCALED": scaled,
                    **blocks(size // 2, size, size)},

@@ -1,7 +1,8 @@
-"""The Triton kernel behind rope_kv_write: heads are read once, queries written once, keys and values to their slots.
+"""The Triton kernel behind rope, qk_norm_rope and rope_kv_write: a head is read once and written once.
 
-Numbers are those of the reference: norms accumulate in float32 and are rounded to the dtype, so is each product of a
-rotation and each sum. Rows whose slot is -1 (padding) are rotated and not written.
+Numbers are those of the references: norms accumulate in float32 and are rounded to the dtype, so is each product of a
+rotation and each sum. Keys go to rows of their own, or with their values to slots of the pool; those of slot -1
+(padding) are not written.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-_POOLS = (torch.bfloat16, torch.float16, torch.float32, FP8)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -36,7 +35,7 @@ def _store(pointer, value, scale_ptr, inside, SCALED: tl.constexpr):
 
 
 @triton.jit
-def rope_kv_write_kernel(
+def rope_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, key_pool_ptr, value_pool_ptr, positions_ptr, table_ptr, slots_ptr, q_weight_ptr,
     k_weight_ptr, k_scale_ptr, v_scale_ptr, q_token, q_head, k_token, k_head, v_token, v_head, slot_stride, head_stride,
     table_stride, heads, half, size, value_size, eps, offset,
@@ -93,22 +92,45 @@ def rope_kv_write_kernel(
 
 
 def supports(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, table: torch.Tensor,
-    kv_pool: torch.Tensor, out_cache_loc: torch.Tensor, **how: Any,
-) -> str | None:  # fmt: skip
-    """None if the kernel computes this, else why it does not."""
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *weights: torch.Tensor
+) -> str | None:
+    """None if the kernel rotates these, else why it does not."""
+    if q.dtype not in _DTYPES:
         return f"heads are {q.dtype}"
-    weights = [weight for weight in (how.get("q_weight"), how.get("k_weight")) if weight is not None]
-    for name, x in (("keys", k), ("values", v), ("the table", table), *(("a norm's weight", w) for w in weights)):
+    for name, x in (("keys", k), ("the table", table), *(("a norm's weight", weight) for weight in weights)):
         if x.dtype != q.dtype:
             return f"queries are {q.dtype}, {name} {x.dtype}"
-    if kv_pool.dtype not in _POOLS:
-        return f"the pool is {kv_pool.dtype}"
     return None
 
 
+def supports_write(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, table: torch.Tensor,
+    kv_pool: torch.Tensor, out_cache_loc: torch.Tensor, **how: Any,
+) -> str | None:  # fmt: skip
+    """None if the kernel rotates and writes these, else why it does not."""
+    weights = [weight for weight in (how.get("q_weight"), how.get("k_weight")) if weight is not None]
+    if v.dtype != q.dtype:
+        return f"queries are {q.dtype}, values {v.dtype}"
+    if kv_pool.dtype not in (*_DTYPES, torch.float8_e4m3fn):
+        return f"the pool is {kv_pool.dtype}"
+    return supports(q, k, positions, table, *weights)
+
+
 def launch(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, **how: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated ``q [T, H, D]`` and ``k [T, K, D]``, normed before if ``how`` has weights.
+
+    ``how``: keywords of ``qk_norm_rope``. ValueError where :func:`supports` gives a reason.
+    """
+    weights = [how[name] for name in ("q_weight", "k_weight") if name in how]
+    _refuse(supports(q, k, positions, table, *weights))
+    keys = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    rows = torch.arange(q.shape[0], device=q.device)
+    return _run(q, k, k[..., :0], positions, table, keys, keys[..., :0], rows, **how), keys
+
+
+def launch_write(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -119,6 +141,31 @@ def launch(
     *,
     layer_id: int,
     kv_layer: int | None = None,
+    **how: Any,
+) -> torch.Tensor:
+    """``rope_kv_write`` of these; ``how``: its other keywords. ValueError where :func:`supports_write` has a reason."""
+    from graphsrt.lowering.kernels.radix_attention.reference import keys_and_values
+
+    _refuse(supports_write(q, k, v, positions, table, kv_pool, out_cache_loc, **how))
+    keys, values = keys_and_values(kv_pool, layer_id if kv_layer is None else kv_layer, q.shape[2])
+    return _run(q, k, v, positions, table, keys, values, out_cache_loc, **how)
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(f"the kernel of rotations does not serve this: {reason}")
+
+
+def _run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    *,
     interleaved: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
@@ -128,25 +175,18 @@ def launch(
     cast: str = "before_weight",
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """``graphsrt::rope_kv_write`` of these; ValueError where :func:`supports` gives a reason."""
-    from graphsrt.lowering.kernels.radix_attention.reference import keys_and_values
-
-    reason = supports(q, k, v, positions, table, kv_pool, out_cache_loc, q_weight=q_weight, k_weight=k_weight)
-    if reason is not None:
-        raise ValueError(f"the kernel of rope_kv_write does not serve this: {reason}")
+    """The rotated q; rotated keys and values are written to rows ``slots`` of ``keys`` and ``values``."""
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     tokens, heads, size = q.shape
-    keys, values = keys_and_values(kv_pool, layer_id if kv_layer is None else kv_layer, size)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
     half = table.shape[1] // 2
     none: Any = out  # a pointer that is not read where there is nothing
-    rope_kv_write_kernel[(tokens, heads + k.shape[1])](
-        q, k, v, out, keys, values, positions, table, out_cache_loc, none if q_weight is None else q_weight,
-        none if k_weight is None else k_weight, none if k_scale is None else k_scale,
-        none if v_scale is None else v_scale, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *keys.stride()[:2],
-        table.stride(0), heads, half, size, v.shape[2], eps, offset,
+    given = [none if x is None else x for x in (q_weight, k_weight, k_scale, v_scale)]
+    rope_kernel[(tokens, heads + k.shape[1])](
+        q, k, v, out, keys, values, positions, table, slots, *given, *q.stride()[:2], *k.stride()[:2],
+        *v.stride()[:2], *keys.stride()[:2], table.stride(0), heads, half, size, v.shape[2], eps, offset,
         INTERLEAVED=interleaved, NORM=q_weight is not None, AFTER_WEIGHT=cast == "after_weight",
         SCALED=k_scale is not None, **blocks(half, size, v.shape[2]), num_warps=1,
     )  # fmt: skip
