@@ -130,11 +130,12 @@ def compile(
     in this process, eagerly. ``dtype``: of weights and activations (default the model's own); ``kv_dtype``: of cached
     keys and values (default ``dtype``); "fp8" needs their scales, in the checkpoint or in a file ``kv_scales``.
     ``backend``: "inductor", or "eager" to run the program node by node; neither stands in for the other.
-    ``passes``: the pipeline (default ``graphsrt.passes.PIPELINE`` with the passes of installed packages); ``without``:
-    names to leave out; ``stop_after``: the last pass to run. ``strict``: a linear left whole on every rank is an error.
-    ``experts``: "tp" divides every expert of a mixture over the ranks, "ep" gives each rank whole experts.
-    ``dump``: folder for the text after every pass (or ``GRAPHSRT_DUMP``). ``verify``: compare every stage on simulated
-    ranks first, as :func:`verify` does.
+    ``passes``: the pipeline (default ``graphsrt.passes.PIPELINE`` with the passes of installed packages);
+    ``without``: names to leave out, ``NAME:prefill`` or ``NAME:decode`` in that phase only; ``stop_after``: the
+    last pass to run. ``strict``: a linear left whole on every rank is an error. ``experts``: "tp" divides every
+    expert of a mixture over the ranks, "ep" gives each rank whole experts. ``dump``: folder for the text after
+    every pass (or ``GRAPHSRT_DUMP``). ``verify``: compare every stage on simulated ranks first, as :func:`verify`
+    does.
     ``context_length``: most tokens of a sequence (default the model's). ``capture_hidden``: hidden states that
     ``logits(ids, hidden=True)`` gives beside the logits, by their index in transformers' ``output_hidden_states``: 0 is
     the embedding, -1 the last layer's after the final norm, which ``embed`` needs. ``input_embeds``: prompts may be

@@ -88,7 +88,12 @@ Model = Annotated[str, typer.Argument(help="A checkpoint folder, a hub id, or sm
 ModelOrConfig = Annotated[
     str, typer.Argument(help="A checkpoint folder, a config.json, a hub id, or smollm2.", show_default=False)
 ]
-Without = Annotated[list[str], typer.Option("--without", metavar="PASS", help="Leave this pass out; may be repeated.")]
+Without = Annotated[
+    list[str],
+    typer.Option(
+        "--without", metavar="PASS", help="Leave this pass out, or PASS:prefill, PASS:decode; may be repeated."
+    ),
+]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Of weights and activations; default the model's.")]
 Strict = Annotated[bool, typer.Option("--strict", help="A linear left whole on every rank is an error.")]
 ExpertsOption = Annotated[Experts, typer.Option("--experts", help="ep: whole experts on each rank.")]

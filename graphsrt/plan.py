@@ -21,9 +21,8 @@ from graphsrt.costs import Cost, Sizes, Step, cost, is_pool, peak_activation_byt
 from graphsrt.devices import Device, device
 from graphsrt.dump import weight_bytes
 from graphsrt.errors import CompileError, explain
-from graphsrt.passes.scatter_residual import MIN_TOKENS
 from graphsrt.placement import Layout, Placement, Run, Shard
-from graphsrt.program import Program, layer_of, target_name
+from graphsrt.program import PREFILL_MIN_TOKENS, Program, layer_of, target_name
 
 COMPARED = (1, 2, 4, 8, 16)
 """Numbers of ranks that are shown side by side."""
@@ -248,11 +247,11 @@ def plan_program(
 ) -> RankPlan:
     """Plan a final program as it stands, for the ranks of its mesh.
 
-    ``prefill_program``: what runs steps of at least its ``scatter_min_tokens``, where that is another program.
+    ``prefill_program``: what runs steps of at least its ``prefill_min_tokens``, where that is another program.
     """
     ranks = program.mesh.get(axis, 1)
     first = program
-    if prefill_program is not None and context >= prefill_program.constants[MIN_TOKENS]:
+    if prefill_program is not None and context >= prefill_program.constants[PREFILL_MIN_TOKENS]:
         first = prefill_program
     sizes = [Sizes(first, Step.prefill(context)), Sizes(program, Step.decode(batch, context))]
     notes = [f"FLOPs of {name} are not known and not counted" for name in uncounted(program)]

@@ -40,6 +40,8 @@ aten = torch.ops.aten
 Target = Callable[..., Any]
 LOGITS = "logits"
 """The name of a program's first result."""
+PREFILL_MIN_TOKENS = "prefill_min_tokens"
+"""The constant of a prefill program that says from how many tokens on a step is its."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from graphsrt.costs import slot_bytes
 from graphsrt.dump import pass_table, weight_bytes
 from graphsrt.lowering.region_cache import CompileStats
 from graphsrt.passes.runner import Stages
-from graphsrt.passes.scatter_residual import MIN_TOKENS
-from graphsrt.program import Program
+from graphsrt.program import PREFILL_MIN_TOKENS, Program
 
 SHARDING = "shard_tensor_parallel"
 
@@ -49,7 +48,7 @@ def summary_text(stages: Stages, stats: CompileStats | None) -> str:
 
 def prefill_tokens(stages: Stages) -> int | None:
     """From how many tokens on a step runs the prefill program; None where there is but one program."""
-    return stages.prefill.final.constants[MIN_TOKENS] if stages.prefill is not None else None
+    return stages.prefill.final.constants[PREFILL_MIN_TOKENS] if stages.prefill is not None else None
 
 
 def _collectives(program: Program) -> str:

@@ -1,10 +1,11 @@
-"""The collectives of a rank process: torch.distributed over gloo (CPU) or NCCL (CUDA), with results that do not wander.
+"""The collectives of a rank process: shared memory (CPUs of one machine), gloo (of several) or NCCL (CUDA).
 
-On the CPU a reduction is not handed to gloo. It is an exchange of bytes followed by a sum *in rank order*, because
-gloo's ring adds the ranks in an order that depends on where an element lies in the tensor: the same token would round
-differently alone and in a batch. Rank order is also what the simulated ranks do, so both agree bit for bit. The bytes
-moved are the same as in a ring (``2 (n-1)/n`` times the tensor), bf16 and fp16 travel as they are and are summed in
-float32, and every dtype works, since the wire only sees bytes.
+Results do not wander. On the CPU a reduction is not handed to gloo. It is an exchange of bytes followed by a sum *in
+rank order*, because gloo's ring adds the ranks in an order that depends on where an element lies in the tensor: the
+same token would round differently alone and in a batch. Rank order is also what the simulated ranks do, so both agree
+bit for bit. The bytes moved are the same as in a ring (``2 (n-1)/n`` times the tensor), bf16 and fp16 travel as they
+are and are summed in float32, and every dtype works, since the wire only sees bytes. Ranks of one machine do the same
+through memory that they share (``kernels/shared_rounds``), with the same bits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from graphsrt.errors import RankError, explain
+from graphsrt.lowering.kernels import shared_rounds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +32,7 @@ ReduceOp = Literal["sum", "max"]
 
 # Up to this size of one rank's tensor, a single gather beats an exchange and a gather: latency, not bytes, counts.
 ONE_ROUND_BYTES = 64 * 1024
+TIMEOUT_S = 1800.0
 # A step of decoding fits in this many integers, so that its broadcast is one message and not a length and a body.
 INLINE_WORDS = 1024
 
@@ -64,8 +67,11 @@ class ProcessCollectives:
     ``RuntimeError`` as soon as the connection closes; if a peer hangs, after the timeout of the process group.
     """
 
-    def __init__(self, group: ProcessGroup | None):
-        self._group = group
+    def __init__(self, group: ProcessGroup | None, timeout: float = TIMEOUT_S):
+        """``timeout``: seconds for one collective through shared memory; others have the group's own."""
+        self._group, self._timeout = group, timeout
+        self._rounds: shared_rounds.SharedRounds | None = None
+        self._asked_for_rounds = False
         self.meeting = Meeting()
         self.size: int = 1 if group is None else dist.get_world_size(group)
         self.rank: int = 0 if group is None else dist.get_rank(group)
@@ -82,7 +88,8 @@ class ProcessCollectives:
 
         ``timeout``: seconds for one collective.
         """
-        return cls(dist.new_group(timeout=None if timeout is None else timedelta(seconds=timeout)))
+        group = dist.new_group(timeout=None if timeout is None else timedelta(seconds=timeout))
+        return cls(group, TIMEOUT_S if timeout is None else timeout)
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
@@ -96,6 +103,10 @@ class ProcessCollectives:
             with self.meeting:
                 dist.all_reduce(out, _NCCL_OPS[op], group=self._group)
             return out
+        rounds = self._shared()
+        if rounds is not None and x.dtype in shared_rounds.DTYPES:
+            with self.meeting:
+                return rounds.all_reduce(x.cpu().contiguous(), op == "max", ONE_ROUND_BYTES).to(x.device)
         if x.numel() * x.element_size() <= ONE_ROUND_BYTES or x.numel() < self.size:
             return _combine(self._gather(x), op).to(x.device)
         chunk = math.ceil(x.numel() / self.size)
@@ -130,6 +141,9 @@ class ProcessCollectives:
             out = torch.empty_like(blocks[0])
             with self.meeting:
                 _reduce_scatter_single(out, front, _NCCL_OPS[op], group=self._group)
+        elif (rounds := self._shared()) is not None and x.dtype in shared_rounds.DTYPES:
+            with self.meeting:
+                out = rounds.reduce_scatter(blocks.cpu(), op == "max").to(x.device)
         else:
             out = _combine(self._exchange(blocks.cpu()), op).to(x.device)
         return out.movedim(0, dim).contiguous()
@@ -137,6 +151,9 @@ class ProcessCollectives:
     def _gather(self, x: Tensor) -> Tensor:
         """``[size, *x.shape]``, on the device of ``x`` with NCCL, otherwise on the host."""
         x = x.contiguous() if x.is_cuda and self._has_nccl else x.cpu().contiguous()
+        if not x.is_cuda and (rounds := self._shared()) is not None:
+            with self.meeting:
+                return rounds.gather(x)
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         with self.meeting:
             _all_gather_single(_as_bytes(out), _as_bytes(x), group=self._group if x.is_cuda else self._host())
@@ -144,6 +161,9 @@ class ProcessCollectives:
 
     def _exchange(self, blocks: Tensor) -> Tensor:
         """Block ``r`` of each rank goes to rank ``r``; row ``s`` of the result came from rank ``s``."""
+        if (rounds := self._shared()) is not None:
+            with self.meeting:
+                return rounds.exchange(blocks)
         out = torch.empty_like(blocks)
         with self.meeting:
             dist.all_to_all_single(_as_bytes(out), _as_bytes(blocks), group=self._host())
@@ -202,10 +222,17 @@ class ProcessCollectives:
             return ProcessCollectives(None)
         members = dist.get_process_group_ranks(self._host())
         part = ProcessCollectives(
-            dist.new_group([members[r] for r in ranks], backend="gloo", use_local_synchronization=True)
+            dist.new_group([members[r] for r in ranks], backend="gloo", use_local_synchronization=True), self._timeout
         )
         part.meeting = self.meeting
         return part
+
+    def _shared(self) -> shared_rounds.SharedRounds | None:
+        """Rounds through shared memory, if all ranks are on one machine. All get here together, as they do below."""
+        if not self._asked_for_rounds:
+            self._asked_for_rounds = True
+            self._rounds = shared_rounds.join(self, self._timeout)
+        return self._rounds
 
     def _host(self) -> ProcessGroup:
         """The group for host memory. All ranks get here together, so that it can be made when first wanted."""
@@ -228,6 +255,8 @@ class ProcessCollectives:
             # A store that is gone means that its host is gone: then there is nobody to tell.
             with contextlib.suppress(RuntimeError):
                 self._store.set("graphsrt_abandoned", f"{self.rank}\n{reason}")
+        if self._rounds is not None:
+            self._rounds.leave()
         groups = [self._group] if self._host_group in (None, self._group) else [self._group, self._host_group]
         self._group = self._host_group = None
         while groups:

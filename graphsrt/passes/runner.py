@@ -2,9 +2,9 @@
 
 Around each pass: fake shapes of new values, lint, placements checked by ``check_placements``, what must not change
 (``keeping.py``), timing, provenance, counting against the pass's own expectation, near misses, dumps, and a reproducer
-when it fails. A pass is a callable
-that takes a program and returns how many rewrites it made; ``expect`` (a function of the program before it) may be an
-attribute of it. Configuration is bound in the list with ``functools.partial``.
+when it fails. A pass is a callable that takes a program and returns how many rewrites it made; ``expect`` (a function
+of the program before it) may be an attribute of it, and ``phase``: ``"prefill"`` or ``"decode"``, where it runs in that
+phase alone. Configuration is bound in the list with ``functools.partial``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from graphsrt.errors import CompileError, explain
 from graphsrt.passes.keeping import check_kept, record_provenance
 from graphsrt.passes.rewriter import rule_of
 from graphsrt.placement import global_shape
-from graphsrt.program import PassReport, Program, Site, where
+from graphsrt.program import PREFILL_MIN_TOKENS, PassReport, Program, Site, where
 
 Pass = Callable[..., int]
+PHASES = ("prefill", "decode")
+MANY_TOKENS = 128
+"""From so many tokens on a step is prefill's, where no pass says better: more than a step of decoding usually has."""
 
 
 @dataclass
@@ -74,20 +77,62 @@ def pass_name(function: Pass) -> str:
 
 
 def select(pipeline: Sequence[Pass], *, without: Iterable[str] = (), stop_after: str | None = None) -> list[Pass]:
-    """The passes to run. An unknown name in ``without`` or ``stop_after`` is a ValueError that lists the known ones."""
+    """The passes to run. ``without``: names of passes to leave out, ``NAME:PHASE`` in one phase only.
+
+    An unknown name in ``without`` or ``stop_after`` is a ValueError that lists the known ones.
+    """
     names = [pass_name(function) for function in pipeline]
-    for name in [*without, *([stop_after] if stop_after else [])]:
+    left_out: dict[str, set[str]] = {}
+    for entry in without:
+        name, colon, phase = entry.partition(":")
+        if colon and phase not in PHASES:
+            raise ValueError(explain(f"no phase is called {phase!r}", where=repr(entry), expected=", ".join(PHASES)))
+        left_out.setdefault(name, set()).update([phase] if colon else PHASES)
+    for name in [*left_out, *([stop_after] if stop_after else [])]:
         if name not in names and name != "capture":
             raise ValueError(explain(f"no pass is called {name!r}", expected=", ".join(names)))
     if stop_after == "capture":
         return []
     end = names.index(stop_after) + 1 if stop_after else len(names)
-    return [function for function, name in zip(pipeline[:end], names[:end]) if name not in set(without)]
+    chosen = []
+    for function, name in zip(pipeline[:end], names[:end]):
+        own = _phase(function)
+        phases = {*PHASES} if own is None else {own}
+        if rest := phases - left_out.get(name, set()):
+            chosen.append(function if rest == phases else _in_phase(function, *rest))
+    return chosen
+
+
+def _phase(function: Pass) -> str | None:
+    """The one phase that a pass runs in; None if it runs in both. ValueError if it names another one."""
+    phase = _attribute(function, "phase", None)
+    if phase is not None and phase not in PHASES:
+        raise ValueError(explain(f"{pass_name(function)} is for no phase that there is", expected=" or ".join(PHASES),
+                                 got=repr(phase)))  # fmt: skip
+    return phase
+
+
+def _in_phase(function: Pass, phase: str) -> Pass:
+    bound = functools.partial(function)
+    bound.phase = phase  # type: ignore[attr-defined]
+    return bound
 
 
 def bind(passes: Sequence[Pass], function: Pass, **options: Any) -> list[Pass]:
     """The passes with options given to one of them, where it is there and was given none."""
-    return [functools.partial(function, **options) if one is function else one for one in passes]
+    return [_bind(one, options) if _is_unbound(one, function) else one for one in passes]
+
+
+def _is_unbound(one: Pass, function: Pass) -> bool:
+    if isinstance(one, functools.partial) and not one.args and not one.keywords:
+        one = one.func
+    return one is function
+
+
+def _bind(function: Pass, options: dict[str, Any]) -> Pass:
+    bound = functools.partial(function, **options)
+    vars(bound).update(vars(function) if isinstance(function, functools.partial) else {})
+    return bound
 
 
 def insert(pipeline: Sequence[Pass], new: Pass, *, before: str | None = None, after: str | None = None) -> list[Pass]:
@@ -140,41 +185,55 @@ def run_phases(
     dump: DumpFolder | None = None,
     limits: dict[str, int] | None = None,
 ) -> Stages:
-    """:func:`run` for a program that parts: passes with an attribute ``phase = "prefill"`` run for prefill only.
+    """:func:`run` for a program that parts: a pass with an attribute ``phase`` runs for prefill, or decoding, only.
 
     The stages are those of decoding; ``prefill`` of them has the others, or is None where no such pass did anything.
     From the parting on, both programs have the same weights, so no pass after it may edit a recipe.
     """
-    special = [function for function in passes if _attribute(function, "phase", None) == "prefill"]
-    parting = passes.index(special[0]) if special else len(passes)
+    phases = [_phase(function) for function in passes]
+    special = [index for index, phase in enumerate(phases) if phase is not None]
+    parting, last = (special[0], special[-1] + 1) if special else (len(passes), len(passes))
+    both, between, rest = passes[:parting], range(parting, last), passes[last:]
     stages = Stages([("capture", program.copy())])
     if dump is not None:
         dump.stage(0, "capture", program)
-    _run_all(program, passes[:parting], stages, strict, dump, limits or {})
+    _run_all(program, both, stages, strict, dump, limits or {})
     twin, prefill = program.copy(), Stages(list(stages.programs))
-    last = passes.index(special[-1]) + 1 if special else parting
-    _run_all(twin, passes[parting:last], prefill, strict, dump, limits or {}, suffix=".prefill")
-    if any(r.fired for r in twin.history if r.name in map(pass_name, special)):
-        _run_all(twin, passes[last:], prefill, strict, dump, limits or {}, suffix=".prefill")
-        stages.prefill = prefill
-        rest = [function for function in passes[parting:] if function not in special]
+
+    def run_for(phase: str, mine: Program, to: Stages, some: Sequence[Pass], suffix: str = "") -> None:
+        some = [function for function in some if _phase(function) in (None, phase)]
+        _run_all(mine, some, to, strict, dump, limits or {}, suffix=suffix)
+
+    run_for("prefill", twin, prefill, [passes[index] for index in between], ".prefill")
+    if _has_fired(twin, passes, phases, "prefill") or "decode" in phases:
+        run_for("prefill", twin, prefill, rest, ".prefill")
         if dump is not None:
             dump.go_back(parting, *stages.programs[-1])
-    else:
-        rest = list(passes[parting:])  # one program, in whose history they say why they did nothing
-    _run_all(program, rest, stages, strict, dump, limits or {})
+        run_for("decode", program, stages, passes[parting:])
+        if _has_fired(twin, passes, phases, "prefill") or _has_fired(program, passes, phases, "decode"):
+            stages.prefill = prefill
+            if PREFILL_MIN_TOKENS not in twin.constants:
+                twin.constants[PREFILL_MIN_TOKENS] = MANY_TOKENS
+                prefill.programs[-1] = (prefill.names[-1], twin.copy())
+    else:  # one program, in whose history they say why they did nothing
+        _run_all(program, passes[parting:], stages, strict, dump, limits or {})
     if stages.prefill is not None and set(twin.weights) != set(program.weights):
         raise CompileError(
             explain(
                 "prefill and decode want different weights, which would then exist twice",
                 got=", ".join(sorted(set(twin.weights) ^ set(program.weights))[:5]),
-                hint="a pass after the parting may not edit recipes",
+                hint="a pass that runs in one phase, and what comes after it, may not edit recipes",
             )
         )
     if dump is not None:
         parted = stages.prefill.final.history[parting:] if stages.prefill else []
         dump.finish(program, [*program.history, *parted])
     return stages
+
+
+def _has_fired(program: Program, passes: Sequence[Pass], phases: Sequence[str | None], phase: str) -> bool:
+    names = {pass_name(function) for function, its in zip(passes, phases) if its == phase}
+    return any(report.fired for report in program.history if report.name in names)
 
 
 def _run_all(
@@ -360,7 +419,7 @@ def _expectation(function: Pass) -> Callable[[Program], int] | None:
 
 
 def _attribute(function: Pass, name: str, default: Any) -> Any:
-    while isinstance(function, functools.partial):
+    while isinstance(function, functools.partial) and name not in vars(function):
         function = function.func
     return getattr(function, name, default)
 

@@ -10,7 +10,7 @@ in the program. Where the tokens are divided is the minimum cut of a graph whose
 (``passes/token_cut.py``).
 
 Needs: select_logit_rows (what wants all tokens is then settled), and it belongs to the prefill phase alone.
-Leaves: values ``[T/n, …] S(0)``; a constant ``scatter_min_tokens``; padding rows at the end of the last ranks' blocks,
+Leaves: values ``[T/n, …] S(0)``; a constant ``prefill_min_tokens``; padding rows at the end of the last ranks' blocks,
 which nothing reads and no gather returns.
 Numerics: exact; every token is computed as before, and its sum over ranks is taken in the same order.
 Source: sequence parallelism (Korthikanti et al. 2022); the choice by minimum cut is ours.
@@ -24,10 +24,7 @@ from graphsrt import ops
 from graphsrt.devices import DEFAULT, DEVICES, Device
 from graphsrt.passes.token_cut import Division, TokenGraph, divide
 from graphsrt.placement import TOKENS, R, ShardTokens
-from graphsrt.program import NearMiss, Program, arguments
-
-MIN_TOKENS = "scatter_min_tokens"
-"""The constant of a program that says from how many tokens on it is worth running."""
+from graphsrt.program import PREFILL_MIN_TOKENS, NearMiss, Program, arguments
 
 
 def scatter_residual(
@@ -72,7 +69,7 @@ def scatter_residual(
     if sites is not None:
         sites += scattered
     assert least is not None
-    program.constants[MIN_TOKENS] = max(least, 1)
+    program.constants[PREFILL_MIN_TOKENS] = max(least, 1)
     return len(division.reductions)
 
 

@@ -6,17 +6,16 @@ import hashlib
 from dataclasses import dataclass
 
 from graphsrt.errors import CompileError, explain
-from graphsrt.passes.scatter_residual import MIN_TOKENS
 from graphsrt.printer import print_program
-from graphsrt.program import Program
+from graphsrt.program import PREFILL_MIN_TOKENS, Program
 
 
 @dataclass(frozen=True)
 class Phases:
     """``decode`` runs every step that is not ``prefill``'s. Both have the same inputs, results and weights.
 
-    ``prefill``: None, or a program that says in its constant ``scatter_min_tokens`` from how many tokens in a step on
-    it is the faster one.
+    ``prefill``: None, or a program that says in its constant ``prefill_min_tokens`` from how many tokens on a step is
+    its.
     """
 
     decode: Program
@@ -25,7 +24,7 @@ class Phases:
     @property
     def min_tokens(self) -> int | None:
         """From how many tokens on a step is prefill's; None if none is."""
-        return None if self.prefill is None else self.prefill.constants[MIN_TOKENS]
+        return None if self.prefill is None else self.prefill.constants[PREFILL_MIN_TOKENS]
 
     def all(self) -> list[Program]:
         return [self.decode] if self.prefill is None else [self.decode, self.prefill]

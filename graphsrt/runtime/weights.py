@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphsrt.errors import CheckpointError, explain
+from graphsrt.lowering.shared_memory import node_name
 from graphsrt.models.checkpoint import Checkpoint, SafetensorsCheckpoint, Slices, as_bytes, bounds
 from graphsrt.program import Program
 from graphsrt.recipes import TensorSource, evaluate, leaves
 from graphsrt.runtime.load_plan import SLOT_BYTES, Box, LoadReport, Piece, common, plan, size, spans, within
-from graphsrt.runtime.shared_slots import node_name, shared_slots
+from graphsrt.runtime.shared_slots import shared_slots
 
 if TYPE_CHECKING:
     from graphsrt.lowering.collectives import ProcessCollectives

@@ -17,10 +17,10 @@ from graphsrt.devices import DEVICES
 from graphsrt.errors import CompileError
 from graphsrt.passes import PIPELINE, merge_gate_up, quantize_linears, shard_tensor_parallel
 from graphsrt.passes.runner import pass_name, run, run_phases
-from graphsrt.passes.scatter_residual import MIN_TOKENS, scatter_residual
+from graphsrt.passes.scatter_residual import scatter_residual
 from graphsrt.passes.token_cut import TokenGraph, divide
 from graphsrt.placement import ShardTokens
-from graphsrt.program import NearMiss, Program
+from graphsrt.program import PREFILL_MIN_TOKENS, NearMiss, Program
 from graphsrt.testing import check, trace
 from tests.passes.test_quantize_linears import mlp
 from tests.support import captures, tiny
@@ -104,7 +104,7 @@ def test_hidden_states_are_whole() -> None:
                                                                     for f in PIPELINE],
     )  # fmt: skip
     program = traced.program(phase="prefill")
-    assert MIN_TOKENS in program.constants and MIN_TOKENS not in traced.program().constants
+    assert PREFILL_MIN_TOKENS in program.constants and PREFILL_MIN_TOKENS not in traced.program().constants
     check_placements(program)
     assert str(program.outputs["hidden_1"].meta["placement"]) == "R"
     assert traced.diff("scatter_residual") and "reduce_scatter" not in str(traced.program(phase="decode"))

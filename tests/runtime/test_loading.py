@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 
 import graphsrt
 from graphsrt.errors import CheckpointError, RankError
+from graphsrt.lowering import shared_memory
 from graphsrt.models.checkpoint import SafetensorsCheckpoint, StateDictCheckpoint
 from graphsrt.models.conversion import ConvertedCheckpoint
 from graphsrt.placement import Layout
 from graphsrt.recipes import Cat, Ckpt, Fill, Mul, OnOwner, ShardOf, Transpose, evaluate
-from graphsrt.runtime import load_plan, shared_slots, weights
+from graphsrt.runtime import load_plan, weights
 from graphsrt.runtime.load_plan import plan, spans
 from graphsrt.runtime.weights import load_weights
 from tests.support import tiny
@@ -226,7 +227,7 @@ def test_no_memory_to_share(tmp_path, tensors, monkeypatch):
     def no_space(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_slots.os, "posix_fallocate", no_space)
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", no_space)
     with pytest.raises(RankError, match=r"cannot share 64 MiB of memory(?s:.*)No space left"):
         on_ranks(2, lambda rank, group: load_weights(program, rank, SafetensorsCheckpoint(tmp_path),
                                                      collectives=group))  # fmt: skip
