@@ -400,10 +400,7 @@ def plan(
     from graphsrt import devices
     from graphsrt.plan import plan
 
-    try:
-        others = [int(number) for number in compare.split(",") if number.strip()]
-    except ValueError:
-        raise typer.BadParameter(f"--compare takes numbers with commas between them, got {compare!r}") from None
+    others = _numbers("--compare", compare)
     made = plan(
         _model_or_config(model, trust_remote_code), tp=tp,
         device=devices.device(device) if device_file is None else devices.read_device(device_file), context=context,
@@ -474,6 +471,55 @@ def quantize_command(
 
 
 @app.command()
+def bench(
+    model: ModelOrConfig,
+    peers: Annotated[str, typer.Option("--peers", metavar="NAME,…", help="hf, vllm, llamacpp, openvino.")] = "",
+    peer_python: Annotated[
+        list[str], typer.Option("--peer-python", metavar="NAME=PYTHON", help="Of the environment it is installed in.")
+    ] = [],  # noqa: B006
+    peer_model: Annotated[
+        list[str], typer.Option("--peer-model", metavar="NAME=PATH", help="Its own form of the model, a GGUF file say.")
+    ] = [],  # noqa: B006
+    batches: Annotated[str, typer.Option("--batches", metavar="N,…", help="Sequences of decode steps.")] = "1,8,32",
+    contexts: Annotated[str, typer.Option("--contexts", metavar="N,…", help="Tokens of each sequence.")] = "512",
+    prefill: Annotated[str, typer.Option("--prefill", metavar="N,…", help="Tokens of prompts.")] = "512,2048",
+    tp: Annotated[int, typer.Option("--tp", help="Ranks of this engine.")] = 1,
+    threads: Annotated[int | None, typer.Option("--threads", help="Of each engine; default all cores.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Each engine is measured so often.")] = 5,
+    new: Annotated[int, typer.Option("--new", help="Tokens that a sequence decodes while it is timed.")] = 33,
+    starts: Annotated[bool, typer.Option("--starts/--no-starts", help="Also time cold and warm starts.")] = True,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of weights and activations.")] = Dtype.bfloat16,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="All figures as JSON.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="A picture, .png or .svg.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Decoding, prefill, starts and memory, beside the machine's ceilings and other engines, measured in turn."""
+    from graphsrt.benchmark.command import bench
+    from graphsrt.benchmark.engine_process import OURS
+    from graphsrt.benchmark.measure import Case, Decode, Prefill
+    from graphsrt.benchmark.show import plot, text
+
+    cases: list[Case] = [
+        Decode(batch, context)
+        for context in _numbers("--contexts", contexts) for batch in _numbers("--batches", batches)
+    ]  # fmt: skip
+    cases += [Prefill(tokens) for tokens in _numbers("--prefill", prefill)]
+    found = bench(
+        _model_or_config(model, trust_remote_code), cases, peers=[name for name in peers.split(",") if name],
+        pythons=_pairs("--peer-python", peer_python), models=_pairs("--peer-model", peer_model), dtype=dtype.value,
+        threads=threads or len(os.sched_getaffinity(0)), tp=tp, rounds=rounds, new=new, starts=starts,
+        told=lambda words: print(words, file=sys.stderr),
+    )  # fmt: skip
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.as_dict(), indent=2))
+    if plot_file is not None:
+        plot(found, plot_file)
+    print(text(found))
+    if OURS in found.failures or any(OURS in times.failures for times in found.cases):
+        raise typer.Exit(1)
+
+
+@app.command()
 def cache(
     kinds: Annotated[list[str], typer.Argument(metavar="[KIND]...", help=f"{', '.join(CACHE_KINDS)}")] = [],  # noqa: B006
     clear: Annotated[bool, typer.Option("--clear", help="Remove what is listed.")] = False,
@@ -498,6 +544,25 @@ def cache(
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Positive numbers with commas between them."""
+    try:
+        numbers = [int(number) for number in text.split(",") if number.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"{option} takes numbers with commas between them, got {text!r}") from None
+    if any(number < 1 for number in numbers):
+        raise typer.BadParameter(f"{option} takes numbers from 1 on, got {text!r}")
+    return numbers
+
+
+def _pairs(option: str, given: list[str]) -> dict[str, str]:
+    """``NAME=VALUE`` as given, each name once."""
+    pairs = [entry.partition("=") for entry in given]
+    if any(not equals or not value for _, equals, value in pairs):
+        raise typer.BadParameter(f"{option} takes NAME=VALUE, got {', '.join(given)!r}")
+    return {name: value for name, _, value in pairs}
 
 
 def _is_config(model: str) -> bool:

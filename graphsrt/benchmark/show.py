@@ -1,0 +1,96 @@
+"""A :class:`Bench` as text, and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from graphsrt.benchmark.engine_process import OURS
+from graphsrt.benchmark.measure import Bench, Decode, Times
+from graphsrt.errors import explain
+
+
+def text(bench: Bench) -> str:
+    """Tables in Markdown: times and ratios by case, starts, memory, and what failed."""
+    engines = list(bench.versions)
+    lines = [f"{bench.model}, {bench.dtype}, tp={bench.tp}, {bench.threads} threads"]
+    lines += [f"{name}: {version}" for name, version in bench.versions.items()]
+    lines += [
+        f"ceilings: {bench.read_bandwidth / 1e9:.1f} GB/s read, over {bench.weight_bytes / 1e6:,.0f} MB; "
+        f"{bench.product_rate / 1e12:.3f} TFLOP/s in the model's products",
+        "",
+    ]  # fmt: skip
+    head = ["case", *(f"{name} tokens/s" for name in engines), f"{OURS} of the ceiling", "best peer", "times as fast"]
+    rows = [_row(bench, times, engines) for times in bench.cases]
+    lines += [_table([head, *rows]), ""]
+    names = [name for name in engines if name in bench.starts or name in bench.peak_bytes]
+    starts = [
+        [name, *(f"{bench.starts.get(name, {}).get(kind, float('nan')):.1f}" for kind in ("cold", "warm")),
+         f"{bench.peak_bytes.get(name, 0) / 1e6:,.0f}"]
+        for name in names
+    ]  # fmt: skip
+    lines += [_table([["engine", "cold start s", "warm start s", "peak MB (PSS)"], *starts])]
+    failures = dict(bench.failures)
+    for times in bench.cases:
+        failures |= {f"{name}, {times.case.name}": why for name, why in times.failures.items()}
+    for what, why in failures.items():
+        lines += ["", f"{what}: {why}"]
+    return "\n".join(lines)
+
+
+def _row(bench: Bench, times: Times, engines: list[str]) -> list[str]:
+    tokens = times.case.batch if isinstance(times.case, Decode) else times.case.tokens
+    rates = []
+    for name in engines:
+        seconds = times.median(name)
+        rates.append("–" if seconds is None else f"{tokens / seconds:,.1f}")
+    mine, peer = times.median(OURS), times.best_peer()
+    reached = "–"
+    if mine is not None and isinstance(times.case, Decode):
+        rate = times.bytes_read / mine
+        reached = f"{rate / 1e9:.1f} GB/s, {rate / bench.read_bandwidth:.0%}"
+    elif mine is not None:
+        reached = f"{times.flops / mine / 1e12:.3f} TFLOP/s, {times.flops / mine / bench.product_rate:.0%}"
+    ratio = times.ratio(OURS, peer) if peer else None
+    told = "–" if ratio is None else f"{ratio[0]:.2f} ({ratio[1]:.2f}–{ratio[2]:.2f})"
+    return [times.case.name, *rates, reached, peer or "–", told]
+
+
+def plot(bench: Bench, file: Path) -> None:
+    """Tokens a second by case and engine, in the format that the file's name ends with. ValueError without matplotlib.
+
+    Each case has bars of its own scale: relative to our engine's rate, which is 1.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError(explain("a plot needs matplotlib", hint='pip install "graphsrt[bench]"')) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    engines = list(bench.versions)
+    figure: Any
+    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.5 * len(bench.cases) * max(1, len(engines)) / 2))
+    height = 0.8 / max(1, len(engines))
+    for number, name in enumerate(engines):
+        where, values = [], []
+        for row, times in enumerate(bench.cases):
+            mine, theirs = times.median(OURS), times.median(name)
+            if mine is not None and theirs is not None:
+                where.append(row + number * height)
+                values.append(mine / theirs)
+        bars = axes.barh(where, values, height=height * 0.9, label=name)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(bench.cases))], [t.case.name for t in bench.cases])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"speed, {OURS} = 1")
+    axes.set_title(f"{bench.model}, {bench.dtype}, {bench.threads} threads", fontsize=9)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+def _table(rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
