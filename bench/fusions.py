@@ -1,8 +1,8 @@
 """Each fusion on and off: the time of a step with it, as a share of the time without it.
 
-    python bench/fusions.py [--tp 2] [--layers 8] [--width 576] [--rounds 7] [--only fuse_silu_mul …]
+    python bench/fusions.py [--tp 2] [--layers 8] [--width 576] [--rounds 7] [--dtype float32] [--only fuse_silu_mul …]
 
-Random models in bf16 on this machine's CPUs, compiled, through the engine. Both programs are open at once and measured
+Random models on this machine's CPUs, compiled, through the engine. Both programs are open at once and measured
 in turn, so that what else the machine does falls on both; the ratio is the median of the rounds' ratios, below 1 where
 the fusion wins, and the spread is that between the quartiles. A fusion that does not fire in a family is left out;
 "llama fp8" is the same model as "llama", rounded to FP8 with a scale for each token, and shows what rounds only.
@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"head_dim": 64}, "
 IN_FP8 = "llama fp8"
 
 
-def model_of(family: str, layers: int, width: int) -> Any:
+def model_of(family: str, layers: int, width: int, dtype: str) -> Any:
     """A random model of a family, heads of 64 channels, four for each KV head."""
     heads = max(4, width // 64)
     config = AutoConfig.for_model(
@@ -38,7 +38,7 @@ def model_of(family: str, layers: int, width: int) -> Any:
         max_position_embeddings=2048, eos_token_id=None, pad_token_id=None, bos_token_id=None, **FAMILIES[family],
     )  # fmt: skip
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
 def in_fp8(net: Any, folder: Path) -> Path:
@@ -76,6 +76,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--new", type=int, default=64, help="tokens of a sequence while decoding is timed")
     families = [*FAMILIES, IN_FP8]
     parser.add_argument("--families", nargs="+", default=families, choices=families)
     parser.add_argument("--only", nargs="+", default=FUSIONS, choices=FUSIONS)
@@ -83,7 +85,7 @@ def main() -> None:
     print("| family | fusion | fired | decode, batch 1 | decode, batch 8 | prefill 512 |\n|---|---|---|---|---|---|")
     for family in args.families:
         with tempfile.TemporaryDirectory() as folder:
-            net = model_of(family.split()[0], args.layers, args.width)
+            net = model_of(family.split()[0], args.layers, args.width, args.dtype)
             model = in_fp8(net, Path(folder)) if family == IN_FP8 else net
             rows(family, model, [name for name in args.only if family != IN_FP8 or name.endswith("quant")], args)
 
@@ -96,7 +98,7 @@ def rows(family: str, model: Any, names: list[str], args: argparse.Namespace) ->
             with graphsrt.compile(model, tp=args.tp, without=[name]) as plain:
                 found = [
                     compare(fused, plain, args.rounds, batch=batch, prompt=prompt, new=new)
-                    for batch, prompt, new in ((1, 16, 64), (8, 16, 64), (1, 512, 1))
+                    for batch, prompt, new in ((1, 16, args.new), (8, 16, args.new), (1, 512, 1))
                 ]
             print(f"| {family} | {name} | {fired[name]} | {' | '.join(found)} |", flush=True)
 

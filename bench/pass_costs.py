@@ -3,7 +3,8 @@
     python bench/pass_costs.py [--tp 8] [--prefill 4096] [--decode 32] [--device h200]
 
 For models of published sizes, of which two and three layers are traced: the difference is one layer, as `graphsrt plan`
-counts it (docs/plan.md has the formulas). A launch is an operator that computes something; views are free. The time is
+counts it (docs/plan.md has the formulas). A launch is an operator that computes something, and attention that writes its
+keys to the pool before it reads them is two; views are free. The time is
 the least that the device's figures allow: for each operator the larger of bytes over bandwidth and FLOPs over peak, for
 each collective bytes over the link plus its latency.
 """
@@ -21,7 +22,7 @@ from graphsrt import ops
 from graphsrt.costs import Cost, Sizes, Step, cost, is_view
 from graphsrt.devices import Device, device
 from graphsrt.passes.document_fusions import MODELS, Model
-from graphsrt.program import Program
+from graphsrt.program import Program, arguments
 
 FIRST = "shard_tensor_parallel"
 CONTEXT = 8192
@@ -80,7 +81,7 @@ def _row(program: Program, step: Step, where: Device) -> Row:
     for node in program.nodes:
         if is_view(sizes, node) and node.target not in ops.COLLECTIVES:
             continue
-        launches += 1
+        launches += 1 + (node.target is ops.radix_attention and arguments(node)["k"] is not None)
         mine = cost(sizes, node)
         total += mine
         flops = sum(count / where.peak(dtype) for dtype, count in mine.flops.items())
