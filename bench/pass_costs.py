@@ -3,10 +3,10 @@
     python bench/pass_costs.py [--tp 8] [--prefill 4096] [--decode 32] [--device h200]
 
 For models of published sizes, of which two and three layers are traced: the difference is one layer, as `graphsrt plan`
-counts it (docs/plan.md has the formulas). A launch is an operator that computes something, and attention that writes its
-keys to the pool before it reads them is two; views are free. The time is
-the least that the device's figures allow: for each operator the larger of bytes over bandwidth and FLOPs over peak, for
-each collective bytes over the link plus its latency.
+counts it (docs/plan.md has the formulas). A launch is an operator that computes something, and attention that writes
+its keys to the pool before it reads them is two; views are free. The time is the least that the device's figures allow:
+for each operator the larger of bytes over bandwidth and FLOPs over peak, for each collective bytes over the link plus
+its latency.
 """
 
 from __future__ import annotations

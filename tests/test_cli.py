@@ -213,9 +213,8 @@ def test_a_closed_pipe_is_no_error(good: Path) -> None:
 
 
 def test_unknown_command_is_answered_with_the_commands(graphsrt: Run) -> None:
-    fails(
-        graphsrt("serv"), "'serv'", "run, inspect, verify, explain, bisect, plan, coverage, quantize, bench, cache", status=2
-    )
+    commands = "run, inspect, verify, explain, bisect, plan, coverage, quantize, bench, cache"
+    fails(graphsrt("serv"), "'serv'", commands, status=2)
     fails(graphsrt("run", "x", "--frobnicate"), "--frobnicate", status=2)
     fails(graphsrt("run", "x", "--backend", "none"), "'inductor', 'eager'", status=2)
     fails(graphsrt("run"), "graphsrt run --help", status=2)
