@@ -22,7 +22,7 @@ EAGER = (("backend", "eager"),)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
-    tiny.model("llama").float().save_pretrained(folder)
+    tiny.build("llama").float().save_pretrained(folder)
     return folder
 
 

@@ -43,7 +43,7 @@ def one_capture() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
-    tiny.model("llama").float().save_pretrained(folder)
+    tiny.build("llama").float().save_pretrained(folder)
     return folder
 
 

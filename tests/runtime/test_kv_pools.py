@@ -90,11 +90,11 @@ def test_what_is_kept_of_gemma4() -> None:
     assert not found.faults and found.whole_bytes["bottlenecks"] == 4 * (2 * 5 + 5) * 6 * 96  # of each layer's inputs
     pools = {name: item.shape for name, item in program.kv_pools.items()}
     assert pools == {"kv_pool": (2, 2, "slots", 1, 16), "kv_pool_1": (1, 2, "slots", 1, 20)}
-    calls = [arguments(node) for node in program.calls(ops.radix_attention)]
-    assert [(a["kv_pool"].name, a["layer_id"], a["kv_layer"], a["k"] is None) for a in calls] == [
-        ("kv_pool", 0, 0, False), ("kv_pool_1", 1, 0, False), ("kv_pool", 2, 1, False),
-        ("kv_pool_1", 3, 0, True), ("kv_pool_1", 4, 0, True),
-    ]  # fmt: skip
+    written = [arguments(node) for node in program.calls(ops.rope_kv_write)]
+    read = [arguments(node) for node in program.calls(ops.radix_attention)]
+    places = [[(a["kv_pool"].name, a["layer_id"], a["kv_layer"]) for a in calls] for calls in (written, read)]
+    assert places[0] == [("kv_pool", 0, 0), ("kv_pool_1", 1, 0), ("kv_pool", 2, 1)]
+    assert places[1] == [*places[0], ("kv_pool_1", 3, 0), ("kv_pool_1", 4, 0)]
     layouts = [node.meta["placement"].layout for node in program.graph.nodes if node.name in pools]
     assert [layout.size for layout in layouts] == [4, 2]  # of these 2, two ranks each hold one
     assert kv_bytes(program) == 4 * 2 * (2 * 16 + 20)

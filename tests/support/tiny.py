@@ -104,7 +104,9 @@ def _built(family: str, heads: int, kv_heads: int, layers: int, extra: tuple[tup
 
 def model(family: str, heads: int = 4, kv_heads: int = 2, layers: int = 2, **extra: Any) -> PreTrainedModel:
     """Like :func:`build`, but one model for all callers that ask for the same: it must not be changed."""
-    return _built(family, heads, kv_heads, layers, tuple(sorted(extra.items())))
+    shared = _built(family, heads, kv_heads, layers, tuple(sorted(extra.items())))
+    assert {x.dtype for x in shared.parameters()} == {torch.float64}, "a test has changed the model of all: use build()"
+    return shared
 
 
 def randomize(module: torch.nn.Module, seed: int = 1) -> None:
