@@ -169,12 +169,14 @@ def near_misses_text(history: Iterable[PassReport]) -> str:
 
 def pass_table(history: Iterable[PassReport]) -> str:
     """The passes in order: how often each fired and should have, operators before and after, time, near misses."""
-    lines = [f"{'pass':<28} {'fired':>6} {'expected':>8} {'operators':>14} {'ms':>9} {'near misses':>11}"]
+    history = list(history)
+    width = max([28, *(len(report.name) for report in history)])
+    lines = [f"{'pass':<{width}} {'fired':>6} {'expected':>8} {'operators':>14} {'ms':>9} {'near misses':>11}"]
     for report in history:
         expected = "" if report.expected is None else str(report.expected)
         operators = f"{report.nodes_before} → {report.nodes_after}"
         misses = str(len(report.near_misses)) if report.near_misses else ""
-        counts = f"{report.name:<28} {report.fired:>6} {expected:>8} {operators:>14}"
+        counts = f"{report.name:<{width}} {report.fired:>6} {expected:>8} {operators:>14}"
         lines.append(f"{counts} {report.milliseconds:>9.1f} {misses:>11}".rstrip())
         lines += [f"    {note}" for note in report.notes]
     return "\n".join(lines) + "\n"
