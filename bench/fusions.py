@@ -4,7 +4,8 @@
 
 Random models on this machine's CPUs, compiled, through the engine. Both programs are open at once and measured
 in turn, so that what else the machine does falls on both; the ratio is the median of the rounds' ratios, below 1 where
-the fusion wins, and the spread is that between the quartiles. A fusion that does not fire in a family is left out;
+the fusion wins, and the spread is that between the quartiles. The first line of a family is the program against itself:
+what lies between its quartiles is nothing. A fusion that does not fire in a family is left out;
 "llama fp8" is the same model as "llama", rounded to FP8 with a scale for each token, and shows what rounds only.
 """
 
@@ -30,11 +31,13 @@ IN_FP8 = "llama fp8"
 
 
 def model_of(family: str, layers: int, width: int, dtype: str) -> Any:
-    """A random model of a family, heads of 64 channels, four for each KV head."""
-    heads = max(4, width // 64)
+    """A random model of a family, heads of 64 channels, three for each KV head."""
+    if width % 192:
+        raise ValueError(f"--width must be a multiple of 192, three heads of 64 channels, not {width}")
+    heads = width // 64
     config = AutoConfig.for_model(
         family, vocab_size=VOCAB, hidden_size=width, intermediate_size=8 * width // 3 // 64 * 64,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=max(1, heads // 4),
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 3,
         max_position_embeddings=2048, eos_token_id=None, pad_token_id=None, bos_token_id=None, **FAMILIES[family],
     )  # fmt: skip
     torch.manual_seed(0)
@@ -94,13 +97,13 @@ def rows(family: str, model: Any, names: list[str], args: argparse.Namespace) ->
     """Print a line for each of the fusions that fires."""
     with graphsrt.compile(model, tp=args.tp) as fused:
         fired = {report.name: report.fired for report in fused.program().history}
-        for name in (name for name in names if fired[name]):
-            with graphsrt.compile(model, tp=args.tp, without=[name]) as plain:
+        for name in ("none", *(name for name in names if fired[name])):
+            with graphsrt.compile(model, tp=args.tp, without=[name] if name != "none" else []) as plain:
                 found = [
                     compare(fused, plain, args.rounds, batch=batch, prompt=prompt, new=new)
                     for batch, prompt, new in ((1, 16, args.new), (8, 16, args.new), (1, 512, 1))
                 ]
-            print(f"| {family} | {name} | {fired[name]} | {' | '.join(found)} |", flush=True)
+            print(f"| {family} | {name} | {fired.get(name, 0)} | {' | '.join(found)} |", flush=True)
 
 
 if __name__ == "__main__":
