@@ -57,7 +57,7 @@ def _normed(attention: fx.Node) -> bool:
 
 def _norm_near(value: fx.Node | None) -> fx.Node | None:
     """The RMS norm that a value comes from through rotations and views."""
-    while isinstance(value, fx.Node) and value.target in (*VIEWS, ops.rope):
+    while isinstance(value, fx.Node) and value.target in (*VIEWS, ops.rope, ops.rope_kv_write):
         value = value.args[0]  # type: ignore[assignment]
     return value if isinstance(value, fx.Node) and value.target in _NORMS else None
 
@@ -68,6 +68,9 @@ def _value(attention: fx.Node, name: str) -> fx.Node | None:
 
 
 def _why_not(program: Program, attention: fx.Node) -> str | None:
+    q = _value(attention, "q")
+    if q is not None and q.target is ops.rope_kv_write:
+        return f"{target_name(q.target)} has the rotations already, made by fuse_rope_kv_write: run it after this pass"
     parts = []
     for name in "qk":
         rope = _value(attention, name)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from graphsrt import ops
 from graphsrt.passes.fuse_qk_norm_rope import fuse_qk_norm_rope
+from graphsrt.passes.fuse_rope_kv_write import fuse_rope_kv_write
 from graphsrt.program import Program
 from graphsrt.testing import check, trace
 from tests.support import captures, fusing
@@ -64,6 +65,16 @@ def test_near_misses() -> None:
     olmo = captures.before("fuse_qk_norm_rope", "olmo2")
     reason = "the norm of q runs over 24 channels of all heads, not over each head"
     check(fuse_qk_norm_rope, olmo, fires=0, near_miss=reason, tokens=(3,))
+
+
+def test_rotations_that_are_taken() -> None:
+    """Whichever fusion comes first says so to the other: norms come along only if they were joined before."""
+    program = captures.before("fuse_qk_norm_rope", "qwen3")
+    assert fuse_rope_kv_write(program) == 1
+    program.remove_dead()
+    program.lint()
+    reason = "graphsrt.rope_kv_write has the rotations already, made by fuse_rope_kv_write: run it after this pass"
+    check(fuse_qk_norm_rope, program, fires=0, near_miss=reason, tokens=(3,))
 
 
 def test_models() -> None:
