@@ -89,7 +89,17 @@ class ProcessCollectives:
         ``timeout``: seconds for one collective.
         """
         group = dist.new_group(timeout=None if timeout is None else timedelta(seconds=timeout))
-        return cls(group, TIMEOUT_S if timeout is None else timeout)
+        made = cls(group, TIMEOUT_S if timeout is None else timeout)
+        made.prepare()
+        return made
+
+    def prepare(self) -> None:
+        """Make what ranks of one machine share, and compile what it takes, before a step has to wait for that.
+
+        Called by all ranks together.
+        """
+        if self.size > 1 and not self._has_nccl:
+            self._shared()
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 

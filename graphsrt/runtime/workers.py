@@ -149,7 +149,9 @@ def _join_group(hello: dict[str, Any]) -> ProcessCollectives:
     )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return ProcessCollectives(dist.group.WORLD, hello["collective_timeout"])
+    collectives = ProcessCollectives(dist.group.WORLD, hello["collective_timeout"])
+    collectives.prepare()
+    return collectives
 
 
 def _expect(connection: _Connection, kind: Kind) -> np.ndarray:
