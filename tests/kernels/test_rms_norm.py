@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from tests.support.interpreted import needs_triton, run
 
-ROOT = Path(__file__).parent.parent.parent
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-def run(code: str, **environment: str) -> str:
-    """In a process of its own: TRITON_INTERPRET must be set before triton is imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+pytestmark = needs_triton
 
 
 def test_agrees_with_the_references() -> None:

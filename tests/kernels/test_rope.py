@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-import pytest
+from tests.support.interpreted import needs_triton, run
 
-from tests.kernels.test_rms_norm import run
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = needs_triton
 
 
 def test_agrees_with_the_reference() -> None:
