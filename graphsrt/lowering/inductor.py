@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from graphsrt.errors import CompileError, explain
+from graphsrt.lowering.kernels import linear
 from graphsrt.lowering.regions import Formal, Region
 
 OPTIONS: dict[str, Any] = {
@@ -41,6 +42,9 @@ OPTIONS: dict[str, Any] = {
 }
 """Inductor's options; a part of every cache key."""
 
+INSTEAD = {"aten.linear": linear.linear}
+"""Operators for which regions call a kernel of ours."""
+
 LARGE = 1 << 60  # a bound for symbolic sizes, so that no symbolic expression of them overflows
 
 
@@ -52,6 +56,8 @@ class CompiledRegion:
 
     def __init__(self, region: Region, library: Path):
         self.region = region
+        if any(call.target in INSTEAD for call in region.calls):
+            linear.load()  # the library of the region asks for its functions
         self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1)  # type: ignore[call-arg]
         self.run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = self._runner.run
 
@@ -72,7 +78,7 @@ class _Traced(nn.Module):
         self.region = region
 
     def forward(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        results = self.region.run(values)
+        results = self.region.run(values, INSTEAD)
         # An operator's shape function says "contiguous" where its reference, fed with transposed values, may not be.
         return [r.contiguous() if f.strides is None else r for r, (_, f) in zip(results, self.region.outputs)]
 
@@ -90,7 +96,8 @@ def compile_region(region: Region, library: Path) -> None:
         _check_outputs(region, exported)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             package = Path(scratch) / "region.pt2"
-            options = dict(OPTIONS)  # a copy: torch puts its own in, and the cache key must not change by that
+            # A copy: torch puts its own in, and the cache key must not change by that.
+            options = {**OPTIONS, "aot_inductor.custom_ops_to_c_shims": linear.SHIMS}
             aoti_compile_and_package(exported, package_path=str(package), inductor_configs=options)
             with zipfile.ZipFile(package) as archive:
                 (member,) = (name for name in archive.namelist() if name.endswith(".so"))

@@ -110,7 +110,15 @@ def folder(region: Region) -> Path:
 def region_key(region: Region, device: str = "cpu") -> str:
     """The name of a region's cache entry: a hash of everything that its code depends on, in hexadecimal."""
     options = repr(sorted(inductor.OPTIONS.items()))
-    facts = [f"format {FORMAT}", device, torch.__version__, options, _machine(), region.text]
+    facts = [
+        f"format {FORMAT}",
+        repr(sorted(map(str, inductor.INSTEAD))),
+        device,
+        torch.__version__,
+        options,
+        _machine(),
+        region.text,
+    ]
     for name in sorted({call.target for call in region.calls}):
         target = target_from_name(name)
         facts.append(str(getattr(target, "_schema", name)))

@@ -36,6 +36,11 @@ def load_extension(name: str, source: Path, extra_flags: Sequence[str] = ()) -> 
     Several processes may ask at once: one compiles, the others wait for it. A cached file that is damaged is compiled
     anew. Raises ``CompileError`` where there is no compiler, or with the compiler's words where it fails.
     """
+    return _load(name, build_library(name, source, extra_flags))
+
+
+def build_library(name: str, source: Path, extra_flags: Sequence[str] = ()) -> Path:
+    """The shared library of a C++ source, compiled unless a build is cached; otherwise as :func:`load_extension`."""
     flags = [*_compile_flags(), *extra_flags]
     folder = cache_dir() / "kernels" / f"{name}-{_build_key(source, flags)}"
     library = folder / f"{name}.so"
@@ -45,7 +50,7 @@ def load_extension(name: str, source: Path, extra_flags: Sequence[str] = ()) -> 
             with filelock.FileLock(folder / "lock"):
                 if not _intact(library):
                     _build(name, source, flags, library)
-    return _load(name, library)
+    return library
 
 
 def _load(name: str, library: Path) -> ModuleType:

@@ -2,11 +2,11 @@
 // (16 or 32 bits, or integers of 8 or 4 bits), and everything is multiplied and summed in float32.
 //
 // A row of w and a row of x lie contiguous in memory, so an element of y is a dot product along both: vectors run along
-// K, and are summed at the end of a block of K. Up to FEW rows of x the weights are decoded in registers; with more of
+// K, and are summed at the very end. Up to FEW rows of x the weights are decoded in registers; with more of
 // them a tile of w is decoded once into the first-level cache and multiplied with all. The sum of an element is formed
 // in the same order for every M, so a row's result does not depend on which others are in the batch.
 //
-// cpu.py and the regions that Inductor compiles (through the C functions at the end) are the callers.
+// Regions that Inductor compiles call the C functions at the end; the dispatcher calls the rest.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>

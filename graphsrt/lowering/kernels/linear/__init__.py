@@ -1,0 +1,49 @@
+"""Products of activations and weights on the CPU, with weights read as they are stored and summed in float32.
+
+``dense_linear`` is ``torch.nn.functional.linear`` for matrices of float32, bfloat16 and float16. Regions call it in place
+of ``aten.linear``, directly: compiled code finds the C function of the library that :func:`load` puts into the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from graphsrt.lowering.kernels.build import build_library
+from graphsrt.ops import _library
+
+SOURCE = Path(__file__).with_name("linear.cpp")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_library.define("dense_linear(Tensor x, Tensor w, Tensor? bias=None) -> Tensor")
+_library.impl("dense_linear", lambda x, w, bias=None: F.linear(x, w, bias), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "graphsrt::dense_linear", lambda x, w, bias=None: x.new_empty((*x.shape[:-1], w.shape[0])), lib=_library
+)
+dense_linear = torch.ops.graphsrt.dense_linear.default
+
+SHIMS = {
+    dense_linear: [
+        "AOTITorchError aoti_torch_cpu_dense_linear(AtenTensorHandle x, AtenTensorHandle w, AtenTensorHandle* bias, "
+        "AtenTensorHandle* result)"
+    ]
+}
+"""Operator -> declaration of the C function that compiled regions call for it."""
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Put the library into this process, for all: compiled once a machine. Raises ``CompileError``."""
+    library = ctypes.CDLL(str(build_library("linear", SOURCE)), mode=ctypes.RTLD_GLOBAL)
+    library.graphsrt_use_matrix_hardware(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    return library
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``aten.linear`` as it is traced into a region."""
+    served = w.dtype in DTYPES and x.dtype == w.dtype and w.dim() == 2
+    return dense_linear(x, w, bias) if served else F.linear(x, w, bias)
