@@ -1,7 +1,8 @@
 """Products of activations and weights on the CPU, with weights read as they are stored and summed in float32.
 
 ``dense_linear`` is ``torch.nn.functional.linear`` for matrices of float32, bfloat16 and float16. Regions call it
-in place of ``aten.linear``, directly: compiled code finds the C function of the library that :func:`load` puts into the process.
+in place of ``aten.linear``, directly: compiled code finds the C function of the library that :func:`load` puts
+into the process.
 """
 
 from __future__ import annotations
