@@ -46,7 +46,7 @@ def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     q = ((wide - offset.float()[..., None]) / scale.float()[..., None]).round().clamp(0, 15).to(torch.int32)
     blocks = -(-width // BLOCK)
     padded = torch.nn.functional.pad(q.view(rows, width), (0, blocks * BLOCK - width)).view(rows, blocks, 4, 16)
-    words = sum(padded[:, :, s] << (4 * s) for s in range(4))
+    words = (padded << torch.tensor([0, 4, 8, 12])[:, None]).sum(2)
     packed = torch.stack((words & 0xFF, words >> 8), dim=-1).to(torch.uint8)  # little-endian
     return packed.view(rows, blocks * BLOCK // 2), torch.stack((scale, offset), dim=-1)
 

@@ -18,23 +18,12 @@ from graphsrt import ops
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.collectives import padded
 from graphsrt.lowering.decompose import decompose
+from graphsrt.lowering.launches import Bind, OperatorLaunch, RegionLaunch, Slots, Spent
 from graphsrt.lowering.region_cache import CompileStats, Progress, compile_regions, load
-from graphsrt.lowering.regions import (
-    Formal,
-    OperatorStep,
-    Ref,
-    RegionStep,
-    Step,
-    cut,
-    distinct_regions,
-    plain,
-    referring,
-    substitute,
-)
-from graphsrt.program import LOGITS, Program, target_name, walk, where
+from graphsrt.lowering.regions import OperatorStep, RegionStep, Step, cut, distinct_regions, plain
+from graphsrt.program import LOGITS, Program, target_name, where
 
 Backend = Literal["inductor", "eager"]
-Slots = list[Any]
 
 
 class Collectives(Protocol):
@@ -54,9 +43,9 @@ class Collectives(Protocol):
 
 
 class Executable:
-    """A program with one rank's weights, ready to run. ``stats`` tells what was compiled for it.
+    """A program with one rank's weights, ready to run.
 
-    ``collectives_s``: seconds spent in collectives so far, waiting for other ranks included.
+    ``stats`` tells what was compiled for it, ``spent`` where the time went so far.
     """
 
     def __init__(
@@ -66,13 +55,15 @@ class Executable:
         *,
         backend: Backend,
         collectives: Collectives | None = None,
+        spent: Spent | None = None,
         stats: CompileStats | None = None,
         progress: Progress | None = None,
     ):
         """``weights``: every weight of the program by name, local shapes, contiguous; they are not copied.
 
         ``collectives=None`` is a single rank. With ``backend="inductor"`` regions that the cache lacks are compiled
-        now; ``stats`` is given where the caller has done that already, and is kept as it is.
+        now; ``stats`` is given where the caller has done that already, and is kept as it is. ``spent``: where to add
+        the time, together with other programs.
 
         Raises ``ValueError`` for a missing weight or one of another shape or dtype, and for an unknown backend;
         ``CompileError`` for a collective over several ranks that ``collectives`` does not serve, and for a region that
@@ -86,7 +77,7 @@ class Executable:
         self.program = program
         self.backend: Backend = backend
         self._collectives = collectives
-        self.collectives_s = 0.0
+        self.spent = spent or Spent()
         self._device = device.type
         self.stats = CompileStats()
         steps: list[Step]
@@ -108,18 +99,17 @@ class Executable:
         self._inputs = [(node.name, slot[node]) for node in program.graph.nodes if node.op == "placeholder"]
         self._outputs = {name: slot[node] for name, node in program.outputs.items()}
         last_use = _last_uses(steps, keep=set(program.outputs.values()))
-        self._steps: list[Callable[[Slots], None]] = []
+        self._steps: list[RegionLaunch | OperatorLaunch] = []
         for number, step in enumerate(steps):
             done = [slot[node] for node in last_use.get(number, ())]
             if isinstance(step, RegionStep):
-                compiled = regions[step.region]
-                mine = compiled.prepare([weights[name] for name in step.weights])
-                self._steps.append(_region(step, slot, compiled.run, mine, done))
+                mine = [weights[name] for name in step.weights]
+                self._steps.append(RegionLaunch(step, slot, regions[step.region].run, mine, done, self.spent))
             else:
                 for argument in step.node.all_input_nodes:
                     if argument.op == "get_attr":
                         self._template[slot[argument]] = weights[str(argument.target)]
-                self._steps.append(_operator(step.node, slot, self._executor(step.node), done))
+                self._steps.append(self._operator(step.node, slot, done))
         self._checked = False
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -133,12 +123,7 @@ class Executable:
 
         Raises ``ValueError`` for a missing input and, in the first step, for one of another dtype or shape.
         """
-        slots = self._template.copy()
-        try:
-            for name, index in self._inputs:
-                slots[index] = inputs[name]
-        except KeyError as error:
-            raise ValueError(f"the program's input {error} is missing; given: {', '.join(sorted(inputs))}") from None
+        slots = self._filled(inputs)
         with torch.no_grad():
             if not self._checked:
                 self._check_inputs(inputs)
@@ -146,6 +131,40 @@ class Executable:
             for step in self._steps:
                 step(slots)
         return {name: slots[index] for name, index in self._outputs.items()}
+
+    def bind(self, inputs: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Run one step, and return what runs a step over the same tensors again, on what they hold by then.
+
+        Such a step looks at no shapes and layouts: they are those of the first one. Raises as :meth:`run`.
+        """
+        self._check_inputs(inputs)
+        slots = self._filled(inputs)
+        given = [(index, slots[index]) for _, index in self._inputs]
+        launches = []
+        with torch.no_grad():
+            for step in self._steps:
+                launches.append(step.bound(slots))
+                step(slots)
+        outputs = list(self._outputs.items())
+
+        def replay() -> dict[str, Tensor]:
+            for index, value in given:
+                slots[index] = value
+            with torch.no_grad():
+                for launch in launches:
+                    launch()
+            return {name: slots[index] for name, index in outputs}
+
+        return replay
+
+    def _filled(self, inputs: Mapping[str, Tensor]) -> Slots:
+        slots = self._template.copy()
+        try:
+            for name, index in self._inputs:
+                slots[index] = inputs[name]
+        except KeyError as error:
+            raise ValueError(f"the program's input {error} is missing; given: {', '.join(sorted(inputs))}") from None
+        return slots
 
     def _check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         """Compiled code reads memory by the declared layout and looks at nothing; so this looks once."""
@@ -165,9 +184,17 @@ class Executable:
 
     # -- operators ------------------------------------------------------------------------------------------------
 
+    def _operator(self, node: fx.Node, slot: Mapping[fx.Node, int], done: list[int]) -> OperatorLaunch:
+        bind: Bind | None = None
+        if node.target is ops.radix_attention and self._device == "cpu":
+            from graphsrt.lowering.kernels.radix_attention import cpu
+
+            bind = cpu.bind
+        timed = node.target in ops.COLLECTIVES
+        function = self._collective(node) if timed else self._executor(node)
+        return OperatorLaunch(node, slot, function, done, self.spent, bind=bind, timed=timed)
+
     def _executor(self, node: fx.Node) -> Callable[..., Any]:
-        if node.target in ops.COLLECTIVES:
-            return self._collective(node)
         if node.target in (ops.radix_attention, ops.kv_write):
             # Straight to the kernel: the dispatcher would only bring us back to Python.
             from graphsrt.lowering.kernels import radix_attention
@@ -211,7 +238,7 @@ class Executable:
         def timed(x: Tensor, **how: Any) -> Tensor:
             start = time.perf_counter()
             result = collective(x, **how)
-            self.collectives_s += time.perf_counter() - start
+            self.spent.collectives_s += time.perf_counter() - start
             return result
 
         return timed
@@ -227,84 +254,6 @@ def take_own(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
 def _rows(whole: Tensor, rows_of: Tensor | None) -> Tensor:
     """The first rows, as many as ``rows_of`` has: padding is at the end."""
     return whole if rows_of is None else whole[: rows_of.shape[0]]
-
-
-def _region(
-    step: RegionStep,
-    slot: Mapping[fx.Node, int],
-    run: Callable[[list[Tensor]], list[Tensor]],
-    weights: tuple[Tensor, ...],
-    done: list[int],
-) -> Callable[[Slots], None]:
-    inputs = [slot[node] for node in step.inputs]
-    outputs = [slot[node] for node in step.outputs]
-    tail = list(weights)
-    formals = step.region.inputs
-    checked = False
-
-    def execute(slots: Slots) -> None:
-        nonlocal checked
-        values = [slots[i] for i in inputs]
-        if not checked:
-            for value, formal, node in zip(values, formals, step.inputs):
-                _check_layout(value, formal, node)
-            checked = True
-        for i, value in zip(outputs, run(values + tail)):
-            slots[i] = value
-        for i in done:
-            slots[i] = None
-
-    return execute
-
-
-def _check_layout(value: Tensor, formal: Formal, node: fx.Node) -> None:
-    """Compiled code trusts dtype and strides; what runs between regions (a user's operator, say) might break them."""
-    if formal.strides is None:
-        same = value.is_contiguous()
-    else:
-        triples = zip(formal.strides, value.stride(), value.shape)
-        same = all(isinstance(want, str) or size == 1 or want == got for want, got, size in triples)
-    if not same or value.dtype != formal.dtype or len(formal.shape) != value.dim():
-        raise CompileError(
-            explain(
-                "a value does not have the layout that its operator's shape function promised",
-                where=f"{node.name} {where(node)}",
-                expected=str(formal),
-                got=f"{value.dtype} {list(value.shape)}, strides {value.stride()}",
-            )
-        )
-
-
-def _operator(
-    node: fx.Node, slot: Mapping[fx.Node, int], function: Callable[..., Any], done: list[int]
-) -> Callable[[Slots], None]:
-    args, kwargs = referring((node.args, dict(node.kwargs)), {a: Ref(slot[a]) for a in node.all_input_nodes})
-    out = slot[node]
-    positions = [(i, a.index) for i, a in enumerate(args) if isinstance(a, Ref)]
-    names = [(name, a.index) for name, a in kwargs.items() if isinstance(a, Ref)]
-    flat = len(positions) + len(names) == sum(1 for _ in walk([node.args, list(node.kwargs.values())]))
-    constant_args, constant_kwargs = list(args), dict(kwargs)
-
-    def execute(slots: Slots) -> None:
-        mine = constant_args.copy()
-        for i, source in positions:
-            mine[i] = slots[source]
-        if names:
-            named = constant_kwargs.copy()
-            for name, source in names:
-                named[name] = slots[source]
-            slots[out] = function(*mine, **named)
-        else:
-            slots[out] = function(*mine, **constant_kwargs)
-        for i in done:
-            slots[i] = None
-
-    def execute_nested(slots: Slots) -> None:
-        slots[out] = function(*substitute(tuple(args), slots), **substitute(constant_kwargs, slots))
-        for i in done:
-            slots[i] = None
-
-    return execute if flat else execute_nested
 
 
 def _last_uses(steps: Iterable[Step], keep: Collection[fx.Node]) -> dict[int, list[fx.Node]]:

@@ -61,14 +61,6 @@ class CompiledRegion:
         self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1)  # type: ignore[call-arg]
         self.run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = self._runner.run
 
-    def prepare(self, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What ``run`` wants in place of one layer's weights; called once per layer, before the first step.
-
-        Now the weights themselves. A region whose kernels read packed weights packs them here, and the caller keeps
-        only the result.
-        """
-        return tuple(weights)
-
 
 class _Traced(nn.Module):
     """The region as a module for torch.export."""
@@ -149,10 +141,11 @@ def _check_outputs(region: Region, exported: torch.export.ExportedProgram) -> No
     (output,) = (node for node in exported.graph.nodes if node.op == "output")
     for result, (ref, formal) in zip(output.args[0], region.outputs):
         value = result.meta["val"]
-        dense = value.is_contiguous()
-        fixed = [s if isinstance(s, int) else None for s in value.stride()]
-        wanted = None if formal.strides is None else [s if isinstance(s, int) else None for s in formal.strides]
-        if value.dtype != formal.dtype or dense != (wanted is None) or (wanted is not None and fixed != wanted):
+        # How far apart the only element of a dimension would be from a second one says nothing.
+        strides = [(s, want) for s, want, size in zip(value.stride(), formal.strides or (), formal.shape) if size != 1]
+        same = all(not isinstance(s, int) if isinstance(want, str) else s == want for s, want in strides)
+        same = same if formal.strides is not None else value.is_contiguous()
+        if value.dtype != formal.dtype or not same:
             raise CompileError(
                 explain(
                     f"the reference behind {ref} and the operator's shape function disagree",

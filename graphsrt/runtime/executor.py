@@ -51,8 +51,9 @@ class _Executor:
         """Run one batch on all ranks."""
         reply = self.step_buffer(batch.encode())
         return StepResult(
-            reply.token_ids.tolist(), reply.logits, reply.logprobs, reply.compute_s, reply.collectives_s, reply.hidden
-        )
+            reply.token_ids.tolist(), reply.logits, reply.logprobs, reply.compute_s, reply.collectives_s,
+            reply.captured_rows, reply.hidden,
+        )  # fmt: skip
 
     def run(self, serve: Callable[[], T]) -> T:
         """The result of ``serve``, on every rank that calls this; only the driver calls ``serve``, to make steps."""

@@ -61,9 +61,12 @@ class Metrics:
     prompt_tokens: prompt tokens computed, those computed again after a preemption included; asked_tokens: tokens of
         prompts that were admitted, and cached_tokens those of them whose KV was there already; generated_tokens: tokens
         that requests have gained; drafted_tokens, accepted_tokens: guessed ahead, and those that were right.
-    step_s: seconds in steps, wall time. It is the sum of compute_s, rank 0 in the program and sampling; collectives_s,
+    num_captured_steps: steps that ran as captured ones, of fixed sizes; all others, such as those with prompts, ran
+        with sizes as they came. num_decode_steps: steps in which all sequences decoded, captured or not. padding_rows:
+        rows that captured steps computed for nobody.
+    step_s: seconds in steps, wall time. It is the sum of compute_s, rank 0 in the program's kernels; collectives_s,
         rank 0 in collectives, waiting for other ranks included; and host_s, the rest: scheduling, the way to the ranks
-        and back, and text. On a GPU the first two are as the CPU of rank 0 sees them.
+        and back, launches, sampling and text. On a GPU the first two are as the CPU of rank 0 sees them.
     time_to_first_token, inter_token, request_time: seconds from adding a request to its first token, between two
         tokens, and to its end.
     """
@@ -80,6 +83,9 @@ class Metrics:
     num_failed: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    num_decode_steps: int = 0
+    num_captured_steps: int = 0
+    padding_rows: int = 0
     prompt_tokens: int = 0
     asked_tokens: int = 0
     cached_tokens: int = 0
@@ -121,6 +127,10 @@ class Metrics:
     def count_step(self, seconds: float, prompt_tokens: int, result: StepResult) -> None:
         """Take in a step."""
         self.num_steps += 1
+        self.num_decode_steps += prompt_tokens == 0
+        if result.captured_rows:
+            self.num_captured_steps += 1
+            self.padding_rows += result.captured_rows - len(result.token_ids)
         self.prompt_tokens += prompt_tokens
         self.step_s += seconds
         self.compute_s += result.compute_s
@@ -174,6 +184,8 @@ class Metrics:
                          f"{self.pages_cached} cached; {self.num_preemptions} preemptions"),
             ("steps", f"{self.num_steps} in {self.step_s:.2f} s: compute {share * self.compute_s:.1f} %, "
                       f"collectives {share * self.collectives_s:.1f} %, host {share * self.host_s:.1f} %"),
+            ("captured", f"{self.num_captured_steps} of {self.num_decode_steps} steps that only decoded, "
+                         f"{self.padding_rows} rows of padding"),
             ("first token", spread(self.time_to_first_token)),
             ("next tokens", spread(self.inter_token)),
         ]  # fmt: skip
@@ -194,6 +206,9 @@ class Metrics:
         counters = {
             "preemptions": (self.num_preemptions, "Times that a request was put back for want of KV pages."),
             "steps": (self.num_steps, "Steps run."),
+            "decode_steps": (self.num_decode_steps, "Steps in which all sequences decoded."),
+            "captured_steps": (self.num_captured_steps, "Steps run as captured ones, of fixed sizes."),
+            "padding_rows": (self.padding_rows, "Rows that captured steps computed for nobody."),
             "prompt_tokens": (self.prompt_tokens, "Prompt tokens computed."),
             "asked_prompt_tokens": (self.asked_tokens, "Tokens of prompts that were admitted."),
             "cached_prompt_tokens": (self.cached_tokens, "Those of them whose KV was there already."),

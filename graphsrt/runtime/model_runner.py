@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from graphsrt.errors import CompileError
+from graphsrt.lowering.captured_steps import Capture, CapturedSteps
 from graphsrt.lowering.collectives import ProcessCollectives
 from graphsrt.lowering.executable import Executable
+from graphsrt.lowering.launches import Spent
 from graphsrt.models.checkpoint import open_spec
 from graphsrt.program import LOGITS, Program
 from graphsrt.runtime.agreement import COMPARE_EVERY, Agreement
-from graphsrt.runtime.forward_batch import ForwardBatch
+from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode
 from graphsrt.runtime.load_plan import LoadReport
 from graphsrt.runtime.logprobs import log_probabilities
 from graphsrt.runtime.phases import Phases
@@ -57,6 +59,7 @@ class RankInit:
     compare_every: int = COMPARE_EVERY
 
 
+_ZERO = np.zeros(1, dtype=np.int64)
 Execute = Callable[[dict[str, Any]], dict[str, list[torch.Tensor]]]
 
 
@@ -77,17 +80,19 @@ class ModelRunner:
         sizes: EngineSizes,
         *,
         prefill: tuple[int, Execute] | None = None,
+        capture: Capture | None = None,
         rank: int = 0,
         gather: Gather = torch.stack,
         device: str = "cpu",
         pools: int | None = None,
-        collectives_s: Callable[[], float] = lambda: 0.0,
+        spent: Spent | None = None,
         agreement: Agreement | None = None,
     ):
-        """``collectives_s``: seconds that ``execute`` has spent in collectives so far. ``agreement``: of all ranks."""
+        """``capture``: of steps that decode, if they are to be captured. ``spent``: by ``execute`` and by what
+        ``capture`` gives; timed here if they do not say. ``agreement``: of all ranks."""
         self._agreement = agreement or Agreement(None)
-        self._collectives_s = collectives_s
-        self._execute = execute
+        self._spent = spent or Spent()
+        self._execute = execute if spent is not None else self._timed(execute)
         self._prefill = prefill
         self._rank = rank
         self._device = device
@@ -100,11 +105,15 @@ class ModelRunner:
             shape = [sizes.num_slots if size == "slots" else int(size) for size in declared.shape]
             self._kv_pools[name] = [torch.empty(shape, dtype=declared.dtype, device=device) for _ in range(pools or 1)]
         self._pool_inputs: dict[str, Any] = {n: pool if pools else pool[0] for n, pool in self._kv_pools.items()}
+        lent = {"req_to_token": self._req_to_token, **self._pool_inputs}
+        self._captured: CapturedSteps | None = None
+        if capture is not None and CapturedSteps.serves(program, lent):
+            self._captured = CapturedSteps(program, capture, lent, sizes.max_running)
         self._slots_dims = {name: declared.shape.index("slots") for name, declared in program.kv_pools.items()}
 
     def step(self, buffer: np.ndarray) -> StepReply | None:
         """Run one encoded :class:`ForwardBatch`. Rank 0 replies with a token for each logit row."""
-        start, waited = time.perf_counter(), self._collectives_s()
+        before = replace(self._spent)
         self._agreement.begin(buffer)
         batch = ForwardBatch.decode(buffer)
         with nullcontext() if batch.save_kv_cache else self._put_back(batch):
@@ -114,8 +123,8 @@ class ModelRunner:
         if self._rank != 0:
             return None
         if reply is not None:
-            reply.collectives_s = self._collectives_s() - waited
-            reply.compute_s = time.perf_counter() - start - reply.collectives_s
+            reply.collectives_s = self._spent.collectives_s - before.collectives_s
+            reply.compute_s = self._spent.kernels_s - before.kernels_s
         return reply
 
     @contextmanager
@@ -136,38 +145,61 @@ class ModelRunner:
             self._req_to_token[rows, columns] = table
 
     def _step(self, batch: ForwardBatch) -> StepReply | None:
-        rows, columns, slots = (torch.from_numpy(np.ascontiguousarray(a)) for a in batch.req_to_token_updates())
-        self._req_to_token[rows, columns] = slots.to(torch.int32).to(self._device)
+        rows, columns, slots = batch.req_to_token_updates()
+        if self._device == "cpu":
+            self._req_to_token.numpy()[rows, columns] = slots
+        else:
+            self._req_to_token[self._tensor(rows), self._tensor(columns)] = self._tensor(slots).int()
         # a prefill chunk that ends no prompt wants no logits; one row keeps every shape at least one
-        logit_rows = batch.logit_rows if len(batch.logit_rows) else np.zeros(1, dtype=np.int64)
-        starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(batch.extend_seq_lens)])
+        logit_rows = batch.logit_rows if len(batch.logit_rows) else _ZERO
         inputs = {
-            "tokens": self._tensor(batch.tokens),
-            "positions": self._tensor(batch.positions),
-            "req_pool_indices": self._tensor(batch.req_pool_indices),
-            "seq_lens": self._tensor(batch.seq_lens),
-            "query_start_loc": self._tensor(starts),
-            "out_cache_loc": self._tensor(batch.out_cache_loc),
-            "logit_rows": self._tensor(logit_rows),
-            "req_to_token": self._req_to_token,
-            **self._pool_inputs,
+            "tokens": batch.tokens,
+            "positions": batch.positions,
+            "req_pool_indices": batch.req_pool_indices,
+            "seq_lens": batch.seq_lens,
+            "query_start_loc": np.concatenate([_ZERO, np.cumsum(batch.extend_seq_lens)]),
+            "out_cache_loc": batch.out_cache_loc,
+            "logit_rows": logit_rows,
         }
-        if self._embeds is not None:
-            inputs.update(self._embeddings(batch))
-        execute = self._execute
-        if self._prefill is not None and batch.num_tokens >= self._prefill[0]:
-            execute = self._prefill[1]
-        given = {name: [part[: len(batch.logit_rows)] for part in parts] for name, parts in execute(inputs).items()}
+        outputs, size = self._run(batch, inputs)
+        given = {name: [part[: len(batch.logit_rows)] for part in parts] for name, parts in outputs.items()}
         local = given.pop(LOGITS)
         if self._rank != 0 and not self._columns.split and not self._agreement.due:
             return None
         # Every rank that holds a part of the vocabulary goes through all of this, in the same order.
         reply = self._sample(batch, local)
+        reply.captured_rows = size
         if batch.return_logits:
-            reply.logits = self._columns.whole(local).to(self._logits_dtype)
+            # A captured step's results are there until the next one.
+            reply.logits = self._columns.whole(local).to(self._logits_dtype, copy=size > 0)
         if batch.return_hidden:
-            reply.hidden = {name: parts[0].to(self._logits_dtype) for name, parts in given.items()}
+            reply.hidden = {name: parts[0].to(self._logits_dtype, copy=size > 0) for name, parts in given.items()}
         return reply
+
+    def _run(self, batch: ForwardBatch, inputs: Mapping[str, np.ndarray]) -> tuple[dict[str, list[torch.Tensor]], int]:
+        """What the program returns; and the rows of the captured step that ran, 0 if sizes were as they came."""
+        is_prefill = self._prefill is not None and batch.num_tokens >= self._prefill[0]
+        if self._captured is not None and batch.forward_mode == ForwardMode.DECODE and not is_prefill:
+            rows = batch.batch_size
+            size = self._captured.size(rows) if rows == batch.num_tokens == len(batch.logit_rows) else None
+            if size is not None:
+                return {name: [value] for name, value in self._captured.run(inputs, rows).items()}, size
+        given = {name: self._tensor(value) for name, value in inputs.items()}
+        given |= {"req_to_token": self._req_to_token, **self._pool_inputs}
+        if self._embeds is not None:
+            given |= self._embeddings(batch)
+        execute = self._prefill[1] if is_prefill else self._execute  # type: ignore[index]
+        return execute(given), 0
+
+    def _timed(self, execute: Execute) -> Execute:
+        def timed(inputs: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+            start = time.perf_counter()
+            try:
+                return execute(inputs)
+            finally:
+                self._spent.kernels_s += time.perf_counter() - start
+
+        return timed
 
     def _sample(self, batch: ForwardBatch, local: list[torch.Tensor]) -> StepReply:
         if not len(batch.logit_rows):
@@ -191,8 +223,7 @@ class ModelRunner:
         """Drop the pools and the program."""
         self._kv_pools, self._pool_inputs = {}, {}
         self._req_to_token = None  # type: ignore[assignment]
-        self._execute = _closed
-        self._prefill = None
+        self._execute, self._prefill, self._captured = _closed, None, None
 
     def _embeddings(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
         assert self._embeds is not None
@@ -229,15 +260,18 @@ def rank_runner(
     """A runner with its own rank's weights, which are read here, once for all phases."""
     program = phases.decode
     weights, report = load_weights(program, rank, checkpoint, device=device, progress=progress, collectives=collectives)
+    spent = Spent()
     executables = [
-        Executable(one, weights, backend=backend, collectives=collectives)  # type: ignore[arg-type]
+        Executable(one, weights, backend=backend, collectives=collectives, spent=spent)  # type: ignore[arg-type]
         for one in phases.all()
     ]
 
     def gather(own: list[torch.Tensor]) -> torch.Tensor:
+        if collectives is None:
+            return torch.stack(own)
         start = time.perf_counter()
-        gathered = torch.stack(own) if collectives is None else collectives.all_gather(own[0][None], 0)
-        executables[0].collectives_s += time.perf_counter() - start
+        gathered = collectives.all_gather(own[0][None], 0)
+        spent.collectives_s += time.perf_counter() - start
         return gathered
 
     def run(executable: Executable, inputs: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
@@ -246,7 +280,7 @@ def rank_runner(
     execute, *others = (partial(run, executable) for executable in executables)
     runner = ModelRunner(
         program, execute, sizes, prefill=_with_least(phases, others), rank=rank, gather=gather, device=device,
-        collectives_s=lambda: sum(one.collectives_s for one in executables),
+        capture=executables[0].bind if backend == "inductor" else None, spent=spent,
         agreement=Agreement(collectives, compare_every),
     )  # fmt: skip
     runner.load_report = report

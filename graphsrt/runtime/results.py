@@ -16,8 +16,9 @@ class StepResult:
 
     ``logits``, and the hidden states by their names, may be anything that slices by rows. It must be memory that later
     steps do not overwrite.
-    compute_s, collectives_s: seconds that rank 0 spent in the program, and in its collectives, the wait for the slowest
-    rank included; the two do not overlap.
+    compute_s, collectives_s: seconds that rank 0 spent in the program's kernels, and in its collectives, the wait for
+    the slowest rank included; the two do not overlap. captured_rows: rows of the captured step that ran, its padding
+    included; 0 if sizes were as they came.
     """
 
     token_ids: list[int]
@@ -25,6 +26,7 @@ class StepResult:
     logprobs: StepLogprobs | None = None
     compute_s: float = 0.0
     collectives_s: float = 0.0
+    captured_rows: int = 0
     hidden: Mapping[str, Any] = field(default_factory=dict)
 
 

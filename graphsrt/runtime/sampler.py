@@ -81,7 +81,7 @@ def sample(logits: SplitLogits, how: Sampling) -> Tensor:
 
 def _largest(logits: SplitLogits) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, float64[R], and the first token that has it."""
-    found = [part.max(dim=-1) for part in logits.parts]
+    found = [_first_largest(part) for part in logits.parts]
     values, tokens = logits.exchange(
         [values.double() for values, _ in found], [ids + start for (_, ids), start in zip(found, logits.starts)]
     )
@@ -93,6 +93,16 @@ def _largest(logits: SplitLogits) -> tuple[Tensor, Tensor]:
         (num_nan,) = logits.exchange([part[row].isnan().sum() for part in logits.parts])
         raise GraphsrtError(_describe(row, int(num_nan.sum()), float(largest[row]), logits.columns.vocab_size))
     return largest, tokens.gather(0, rank[None])[0]
+
+
+def _first_largest(part: Tensor) -> tuple[Tensor, Tensor]:
+    """``part.max(dim=-1)``; of equal numbers the first, of which NaN is the largest. On the host numpy is 3 times as
+    fast as torch, whose loop keeps two results."""
+    if not part.is_cpu:
+        return part.max(dim=-1)  # type: ignore[return-value]
+    wide = part if part.dtype in (torch.float32, torch.float64) else part.float()
+    ids = torch.from_numpy(wide.numpy().argmax(axis=-1))
+    return part.gather(-1, ids[:, None])[:, 0], ids
 
 
 def _draw(logits: SplitLogits, largest: Tensor, how: Sampling) -> Tensor:

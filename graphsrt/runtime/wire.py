@@ -44,7 +44,7 @@ class Kind(IntEnum):
 class StepReply:
     """What a step gives back: ``token_ids`` int64 [R]; ``logits``, ``logprobs`` and ``hidden`` states where asked for.
 
-    The times are those of ``StepResult``.
+    Times and ``captured_rows`` are those of ``StepResult``.
     """
 
     token_ids: np.ndarray
@@ -52,6 +52,7 @@ class StepReply:
     logprobs: StepLogprobs | None = None
     compute_s: float = 0.0
     collectives_s: float = 0.0
+    captured_rows: int = 0
     hidden: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -66,7 +67,7 @@ def encode_reply(reply: StepReply | None) -> list[memoryview]:
     tensors = {name: value.detach().cpu().contiguous() for name, value in given.items()}
     about = {
         "arrays": [[array.dtype.str, array.shape] for array in arrays],
-        "times": [reply.compute_s, reply.collectives_s],
+        "about": [reply.compute_s, reply.collectives_s, reply.captured_rows],
         "tensors": [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors.items()],
     }
     text = json.dumps(about).encode()
@@ -91,7 +92,7 @@ def decode_reply(payload: np.ndarray) -> StepReply:
         nbytes = math.prod(shape) * np.dtype(dtype_name).itemsize
         arrays.append(payload[at : at + nbytes].view(dtype_name).reshape(shape))
         at = _aligned(at + nbytes)
-    reply = StepReply(arrays[0], None, StepLogprobs(*arrays[1:]) if len(arrays) > 1 else None, *about["times"])
+    reply = StepReply(arrays[0], None, StepLogprobs(*arrays[1:]) if len(arrays) > 1 else None, *about["about"])
     for name, dtype_name, shape in about["tensors"]:
         import torch
 

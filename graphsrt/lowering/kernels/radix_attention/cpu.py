@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,12 @@ from graphsrt.lowering.kernels.build import load_extension
 LAYOUTS = "[L, 2, S, K, D] or [L, 1, S, K, D + Dv]"
 _DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # DType in the source
 _POOL_CODES = {**_DTYPE_CODES, torch.float8_e4m3fn: 4}
+
+
+_Layout = tuple[int, ...]
+_Write = tuple[tuple[int, ...], _Layout, _Layout, int, tuple[float, ...]]
+"""All but the addresses of k and v, in the order of ``read_write_args`` in the source: what comes before them, the
+strides of each, their dtype, their scales."""
 
 
 @cache
@@ -37,9 +43,9 @@ def kv_write(
     if k.dim() != 3:
         raise _wrong("kv_write", "k", "[T, K, D]", k)
     scales = (k_scale, v_scale)
-    kernel().kv_write(
-        *_write_args("kv_write", k.shape[0], k.shape[2], k, v, kv_pool, out_cache_loc, layer_id, scales)[0]
-    )
+    write, _ = _write_args("kv_write", k.shape[0], k.shape[2], k, v, kv_pool, out_cache_loc, layer_id, scales)
+    before, k_layout, v_layout, dtype, given_scales = write
+    kernel().kv_write(*before, k.data_ptr(), *k_layout, v.data_ptr(), *v_layout, dtype, *given_scales)
 
 
 def radix_attention(
@@ -65,14 +71,50 @@ def radix_attention(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """As ``radix_attention`` of this package, for CPU tensors. Raises ``ValueError``."""
+    return bind(
+        q, k, v, kv_pool, req_to_token, req_pool_indices, seq_lens, query_start_loc, out_cache_loc,
+        layer_id=layer_id, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+        alibi_slopes=alibi_slopes, chunk_size=chunk_size, causal=causal, k_scale=k_scale, v_scale=v_scale,
+    )(*(x for x in (q, k, v) if x is not None))  # fmt: skip
+
+
+def bind(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pool: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out_cache_loc: Tensor,
+    *,
+    layer_id: int,
+    kv_layer: int | None = None,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    chunk_size: int | None = None,
+    causal: bool = True,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Callable[..., Tensor]:
+    """Check everything once: a function of q, k and v like these (of q alone if there are no others), in the layouts of
+    these, that reads all other tensors as they are by then. The caller keeps them where they are.
+
+    Raises ``ValueError``.
+    """
     op = "radix_attention"
+    layer = layer_id if kv_layer is None else kv_layer
     if q.dim() != 3 or q.dtype not in _DTYPE_CODES or not q.is_cpu:
         raise _wrong(op, "q", "a [T, H, D] CPU tensor of " + _dtype_names(), q)
     num_tokens, num_heads, head_size = q.shape
     if num_tokens and q.stride(2) != 1:
         raise _wrong(op, "q", "last dimension of stride 1", q)
     scales = (k_scale, v_scale)
-    write, value_size = _write_args(op, num_tokens, head_size, k, v, kv_pool, out_cache_loc, layer_id, scales)
+    write, value_size = _write_args(op, num_tokens, head_size, k, v, kv_pool, out_cache_loc, layer, scales)
     if num_heads == 0 or num_heads % kv_pool.shape[3]:
         raise _wrong(op, "q", f"[T, a multiple of {kv_pool.shape[3]} heads, D], as kv_pool has it", q)
     if {q.dtype, kv_pool.dtype} == {torch.float16, torch.float64}:
@@ -95,15 +137,10 @@ def radix_attention(
         raise ValueError(f"{op}: chunk_size is {chunk_size}, expected at least 1, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{op}: softcap is {softcap}, expected a positive number, or None")
-    out = torch.empty((num_tokens, num_heads, value_size), dtype=q.dtype)
-    kernel().radix_attention(
-        *write,
-        q.data_ptr(),
-        _DTYPE_CODES[q.dtype],
-        q.stride(0),
-        q.stride(1),
-        num_heads,
-        num_seqs,
+    before, k_layout, v_layout, kv_dtype, given_scales = write
+    q_layout = (_DTYPE_CODES[q.dtype], q.stride(0), q.stride(1), num_heads, num_seqs)
+    between = (
+        *q_layout,
         req_to_token.data_ptr(),
         req_to_token.shape[0],
         req_to_token.shape[1],
@@ -113,13 +150,21 @@ def radix_attention(
         query_start_loc.data_ptr(),
         *_per_head(op, "sinks", sinks, num_heads),
         *_per_head(op, "alibi_slopes", alibi_slopes, num_heads),
-        out.data_ptr(),
-        sliding_window or 0,
-        chunk_size or 0,
-        float(scale),
-        float(softcap or 0.0),
     )
-    return out
+    after = (sliding_window or 0, chunk_size or 0, float(scale), float(softcap or 0.0))
+    attend, size, dtype = kernel().radix_attention, (num_tokens, num_heads, value_size), q.dtype
+
+    def bound(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        out = torch.empty(size, dtype=dtype)
+        k_at = 0 if k is None else k.data_ptr()
+        v_at = 0 if v is None else v.data_ptr()
+        attend(
+            *before, k_at, *k_layout, v_at, *v_layout, kv_dtype, *given_scales,
+            q.data_ptr(), *between, out.data_ptr(), *after,
+        )  # fmt: skip
+        return out
+
+    return bound
 
 
 def _write_args(
@@ -132,8 +177,8 @@ def _write_args(
     out_cache_loc: Tensor,
     layer_id: int,
     scales: tuple[Tensor | None, Tensor | None],
-) -> tuple[tuple[int | float, ...], int]:
-    """Checked, and flattened in the order of ``read_write_args`` in the source; and the head size of values."""
+) -> tuple[_Write, int]:
+    """Checked; and the head size of values."""
     if kv_pool.dim() != 5 or kv_pool.dtype not in _POOL_CODES or not kv_pool.is_cpu or kv_pool.shape[1] not in (1, 2):
         raise _wrong(op, "kv_pool", f"an {LAYOUTS} CPU tensor of " + _dtype_names(_POOL_CODES), kv_pool)
     num_layers, parts, num_slots, num_kv_heads, width = kv_pool.shape
@@ -153,7 +198,7 @@ def _write_args(
     where += (_POOL_CODES[kv_pool.dtype], slot_stride, head_stride, out_cache_loc.data_ptr())
     given = tuple(1.0 if scale is None else float(scale) for scale in scales)
     if k is None and v is None:
-        return (*where, 0, 0, 0, 0, 0, 0, 0, *given), value_size
+        return (where, (0, 0), (0, 0), 0, given), value_size
     if k is None or v is None:
         raise ValueError(f"{op}: k and v must be given together, or neither")
     for name, x, last in (("k", k, head_size), ("v", v, value_size)):
@@ -161,13 +206,7 @@ def _write_args(
             raise _wrong(op, name, f"[{num_tokens}, {num_kv_heads}, {last}]", x)
         if x.dtype not in _DTYPE_CODES or x.dtype != k.dtype or not x.is_cpu or (num_tokens and x.stride(2) != 1):
             raise _wrong(op, name, "a CPU tensor, k and v of one dtype, last dimension of stride 1", x)
-    k_strides, v_strides = k.stride(), v.stride()
-    written = (
-        *(k.data_ptr(), k_strides[0], k_strides[1]),
-        *(v.data_ptr(), v_strides[0], v_strides[1]),
-        _DTYPE_CODES[k.dtype],
-    )
-    return (*where, *written, *given), value_size
+    return (where, k.stride()[:2], v.stride()[:2], _DTYPE_CODES[k.dtype], given), value_size
 
 
 def _per_head(op: str, name: str, x: Tensor | None, num_heads: int) -> tuple[int, int]:
