@@ -100,7 +100,11 @@ class RankProcesses:
         threads_per_rank: int | None,
     ) -> RankProcesses:
         """Start the processes and send them ``hello`` and ``init``; does not wait for them."""
-        threads = threads_per_rank or max(1, _num_cores() // size)
+        cores = _cores()
+        threads = threads_per_rank or max(1, len(cores) // size)
+        # Where the ranks take all cores that we may use, each has its own: threads that wait for one another do not
+        # move into each other's way. Where they leave some, others may have them, and so the system decides.
+        pinned = str(hello["device"]) == "cpu" and threads * size == len(cores)
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as ours_only_now:
             board = undo.enter_context(tempfile.TemporaryFile())
             board.truncate(BOARD_ROW_BYTES * size)
@@ -129,6 +133,7 @@ class RankProcesses:
             for peer in ranks:
                 about = {**hello, "rank": peer.rank, "size": size, "threads": threads}
                 about |= {"store_port": store.getsockname()[1], "store_fd": store.fileno()}
+                about["cores"] = cores[peer.rank * threads :][:threads] if pinned else []
                 self._queue(peer, Kind.HELLO, memoryview(json.dumps(about).encode()))
                 self._queue(peer, Kind.INIT, memoryview(init))
             return self
@@ -320,5 +325,8 @@ def _environment(extra: Mapping[str, str], threads: int, device: str) -> dict[st
     return {**env, **extra}
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

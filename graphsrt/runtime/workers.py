@@ -103,6 +103,8 @@ def _serve(connection: _Connection, board_fd: int) -> None:
     hello_data = json.loads(hello.tobytes())
     init = _expect(connection, Kind.INIT).tobytes()
     rank, size = hello_data["rank"], hello_data["size"]
+    if hello_data["cores"] and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, hello_data["cores"])  # before there are threads that compute: they inherit it
     counts = share_board(board_fd, size)[rank]
     module, _, name = hello_data["runner"].partition(":")
     factory: Factory = getattr(importlib.import_module(module), name)

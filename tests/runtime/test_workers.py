@@ -102,6 +102,19 @@ def test_steps(tidy):
         executor.step_buffer(words(SUM))
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system pins nothing")
+def test_ranks_that_take_all_cores_have_their_own(tidy):
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = max(n for n in (1, 2, 3, 4) if len(cores) % n == 0)
+    each = len(cores) // ranks
+    with start(tidy, ranks) as executor:
+        assert [os.sched_getaffinity(pid) for pid in executor.pids] == [
+            set(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)
+        ]
+    with start(tidy, ranks, threads_per_rank=each + 1) as executor:  # more threads than cores: nobody is shut in
+        assert all(os.sched_getaffinity(pid) == set(cores) for pid in executor.pids)
+
+
 def test_collectives(tidy):
     with WorkersExecutor(3, "tests.support.echo_runner:make_collectives_check") as executor:
         tidy += executor.pids
