@@ -24,8 +24,9 @@ from torch import Tensor
 from graphsrt.program import Program
 
 Replay = Callable[[], dict[str, Tensor]]
-Capture = Callable[[Mapping[str, Tensor]], Replay]
-"""Run a step over these tensors once, and return what runs it again on what they hold by then."""
+Capture = Callable[[Mapping[str, Tensor], Mapping[str, int] | None], Replay]
+"""Run a step over these tensors once, and return what runs it again on what they hold by then. The second argument is
+None, or what the program's symbols stand for, to use code that was compiled for just this size."""
 
 FILLINGS = {
     "tokens": 0, "positions": 0, "req_pool_indices": 0, "seq_lens": 0, "out_cache_loc": -1, "logit_rows": 0,
@@ -43,6 +44,20 @@ def size_for(rows: int) -> int:
         return max(rows, 1)
     step = 1 << (rows - 1).bit_length() - 3
     return -(-rows // step) * step
+
+
+def size_within(rows: int, limit: int) -> int | None:
+    """:func:`size_for`, where no step has more rows than the limit; None for more rows than that."""
+    return min(size_for(rows), limit) if rows <= limit else None
+
+
+def symbols(program: Program, size: int) -> dict[str, int]:
+    """What the symbols of the program's inputs stand for in a step that decodes so many sequences."""
+    found = {}
+    for name, declared in program.inputs.items():
+        if name in FILLINGS:
+            found[str(declared.shape[0])] = size + (name == "query_start_loc")
+    return found
 
 
 def sizes(limit: int) -> list[int]:
@@ -63,9 +78,9 @@ class CapturedSteps:
     """
 
     def __init__(self, program: Program, capture: Capture, lent: Mapping[str, Tensor], limit: int):
-        self._capture, self._lent, self._limit = capture, dict(lent), limit
+        self._program, self._capture, self._lent, self._limit = program, capture, dict(lent), limit
         self._names = [name for name in program.inputs if name not in lent]
-        self._steps: dict[int, _Captured] = {}
+        self._steps: dict[tuple[int, bool], _Captured] = {}
 
     @staticmethod
     def serves(program: Program, lent: Iterable[str]) -> bool:
@@ -74,23 +89,26 @@ class CapturedSteps:
 
     def size(self, rows: int) -> int | None:
         """The size that decodes so many sequences; None if there are too many."""
-        return min(size_for(rows), self._limit) if rows <= self._limit else None
+        return size_within(rows, self._limit)
 
-    def run(self, inputs: Mapping[str, np.ndarray], rows: int) -> dict[str, Tensor]:
+    def run(self, inputs: Mapping[str, np.ndarray], rows: int, *, compiled: bool = False) -> dict[str, Tensor]:
         """One step of ``rows`` sequences, one token and one row of logits each; no more than the limit.
 
-        ``inputs``: int64, all but what is lent. The results have the step's own rows, and are there until the next one.
+        ``inputs``: int64, all but what is lent. ``compiled``: the cache has code for just this size. The results have
+        the step's own rows, and are there until the next one.
         """
         size = self.size(rows)
         assert size is not None, f"{rows} rows of at most {self._limit}"
-        captured = self._steps.get(size)
+        captured = self._steps.get((size, compiled))
         if captured is not None:
             _fill(captured.buffers, inputs)
         else:
-            captured = self._steps[size] = self._captured(size, inputs)
+            captured = self._captured(size, inputs, compiled)
+            self._steps.pop((size, not compiled), None)
+            self._steps[size, compiled] = captured
         return {name: value[:rows] for name, value in captured.replay().items()}
 
-    def _captured(self, size: int, inputs: Mapping[str, np.ndarray]) -> _Captured:
+    def _captured(self, size: int, inputs: Mapping[str, np.ndarray], compiled: bool) -> _Captured:
         # Side by side in one piece of memory, each where a line of the processor's cache begins.
         block = np.zeros((len(self._names), -(-(size + 1) // _LINE) * _LINE), dtype=np.int64)
         buffers = {
@@ -98,7 +116,8 @@ class CapturedSteps:
         }
         _fill(buffers, inputs)
         tensors = {name: torch.from_numpy(buffer) for name, buffer in buffers.items()}
-        return _Captured(buffers, self._capture({**tensors, **self._lent}))
+        settled = symbols(self._program, size) if compiled else None
+        return _Captured(buffers, self._capture({**tensors, **self._lent}, settled))
 
 
 def _fill(buffers: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]) -> None:

@@ -18,9 +18,9 @@ from graphsrt import ops
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.collectives import padded
 from graphsrt.lowering.decompose import decompose
-from graphsrt.lowering.launches import Bind, OperatorLaunch, RegionLaunch, Slots, Spent
+from graphsrt.lowering.launches import Bind, OperatorLaunch, RegionLaunch, Run, Slots, Spent
 from graphsrt.lowering.region_cache import CompileStats, Progress, compile_regions, load
-from graphsrt.lowering.regions import OperatorStep, RegionStep, Step, cut, distinct_regions, plain
+from graphsrt.lowering.regions import OperatorStep, Region, RegionStep, Step, cut, distinct_regions, plain
 from graphsrt.program import LOGITS, Program, target_name, where
 
 Backend = Literal["inductor", "eager"]
@@ -132,18 +132,27 @@ class Executable:
                 step(slots)
         return {name: slots[index] for name, index in self._outputs.items()}
 
-    def bind(self, inputs: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    def bind(
+        self, inputs: Mapping[str, Tensor], sizes: Mapping[str, int] | None = None
+    ) -> Callable[[], dict[str, Tensor]]:
         """Run one step, and return what runs a step over the same tensors again, on what they hold by then.
 
-        Such a step looks at no shapes and layouts: they are those of the first one. Raises as :meth:`run`.
+        Such a step looks at no shapes and layouts: they are those of the first one. ``sizes``: to use regions that are
+        compiled for just these, which :func:`compile_regions` has put into the cache. Raises as :meth:`run`.
         """
         self._check_inputs(inputs)
         slots = self._filled(inputs)
         given = [(index, slots[index]) for _, index in self._inputs]
         launches = []
+        compiled: dict[Region, Run] = {}
         with torch.no_grad():
             for step in self._steps:
-                launches.append(step.bound(slots))
+                if sizes is not None and isinstance(step, RegionLaunch):
+                    if step.region not in compiled:
+                        compiled[step.region] = load(step.region.at(sizes)).run
+                    launches.append(step.bound(slots, compiled[step.region]))
+                else:
+                    launches.append(step.bound(slots))
                 step(slots)
         outputs = list(self._outputs.items())
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -125,15 +126,7 @@ def _dim(number: int) -> Any:
 def _empty(formal: Formal, shape: list[int], hints: dict[str, int]) -> torch.Tensor:
     if formal.strides is None:
         return torch.empty(shape, dtype=formal.dtype)
-    strides = [stride if isinstance(stride, int) else _value(stride, hints) for stride in formal.strides]
-    return torch.empty_strided(shape, strides, dtype=formal.dtype)
-
-
-def _value(expression: str, hints: dict[str, int]) -> int:
-    """A symbolic stride, such as ``64*T``, at the examples' sizes."""
-    import sympy
-
-    return int(sympy.sympify(expression, locals={n: sympy.Symbol(n) for n in hints}).subs(hints))
+    return torch.empty_strided(shape, [int(s) for s in formal.at(hints).strides or ()], dtype=formal.dtype)
 
 
 def _check_outputs(region: Region, exported: torch.export.ExportedProgram) -> None:
@@ -171,9 +164,9 @@ def compile_all(
     pending = list(reversed(regions))
     guard = threading.Lock()
     failures: list[CompileError] = []
-    workers = [_Worker() for _ in range(min(limit, len(pending)))]
+    workers = [Worker() for _ in range(min(limit, len(pending)))]
 
-    def serve(worker: _Worker) -> None:
+    def serve(worker: Worker) -> None:
         while True:
             with guard:
                 if failures or not pending:
@@ -200,16 +193,19 @@ def compile_all(
         raise failures[0]
 
 
-class _Worker:
-    """A process that compiles one region after the other; it ends when its standard input closes."""
+class Worker:
+    """A process that compiles one region after the other; it ends when its standard input closes.
 
-    def __init__(self) -> None:
+    ``idle``: it and its compilers run only while nobody else wants the processor (Linux; elsewhere at low priority).
+    """
+
+    def __init__(self, *, idle: bool = False) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
         # The caller's import path: the package may be importable only through it.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "graphsrt.lowering.inductor"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=env,
+            [sys.executable, "-m", "graphsrt.lowering.inductor", *(["idle"] if idle else [])],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=env, start_new_session=True,
         )  # fmt: skip
 
     def compile(self, region: Region) -> bool:
@@ -236,6 +232,11 @@ class _Worker:
             )
         return compiled
 
+    def kill(self) -> None:
+        """End it and its compilers in the middle of whatever they do; from any thread. ``compile`` then raises."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdout.close()
@@ -244,7 +245,7 @@ class _Worker:
         try:
             self._process.wait(timeout=2)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # in the middle of a region that nobody waits for any more
+            self.kill()  # in the middle of a region that nobody waits for any more
             self._process.wait()
         self._log.close()
 
@@ -273,5 +274,14 @@ def _serve() -> None:
         answers.flush()
 
 
+def _yield_to_others() -> None:
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(19)
+
+
 if __name__ == "__main__":
+    if "idle" in sys.argv[1:]:
+        _yield_to_others()
     _serve()

@@ -22,6 +22,9 @@ from graphsrt.program import walk, where
 Slots = list[Any]
 """One entry for each value of a program."""
 
+Run = Callable[[list[Tensor]], list[Tensor]]
+"""A compiled region: inputs, then weights → outputs."""
+
 Bind = Callable[..., Callable[..., Any]]
 """An operator's arguments → the operator for the same ones but the first three: these are what the program computes,
 and it is called with other tensors of their layouts."""
@@ -42,11 +45,12 @@ class RegionLaunch:
         self,
         step: RegionStep,
         slot: Mapping[fx.Node, int],
-        run: Callable[[list[Tensor]], list[Tensor]],
+        run: Run,
         weights: Sequence[Tensor],
         done: list[int],
         spent: Spent,
     ):
+        self.region = step.region
         self._nodes = step.inputs
         self._formals = step.region.inputs
         self._inputs = [slot[node] for node in step.inputs]
@@ -62,9 +66,10 @@ class RegionLaunch:
             self._checked = True
         self.bound(slots)()
 
-    def bound(self, slots: Slots) -> Callable[[], None]:
-        """The launch over these slots."""
+    def bound(self, slots: Slots, compiled: Run | None = None) -> Callable[[], None]:
+        """The launch over these slots. ``compiled``: for their very sizes."""
         inputs, outputs, weights, run, done = self._inputs, self._outputs, self._weights, self._run, self._done
+        run = compiled or run
         spent, clock = self._spent, time.perf_counter
 
         def launch() -> None:

@@ -53,9 +53,25 @@ class Formal:
     dtype: torch.dtype
     strides: tuple[int | str, ...] | None = None
 
+    def at(self, sizes: Mapping[str, int]) -> Formal:
+        """With numbers for symbols, and for what is made of them, such as ``64*T``."""
+        strides = None if self.strides is None else tuple(_number(stride, sizes) for stride in self.strides)
+        return Formal(tuple(_number(size, sizes) for size in self.shape), self.dtype, strides)
+
     def __str__(self) -> str:
         strides = "" if self.strides is None else f" strides ({', '.join(map(str, self.strides))})"
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]{strides}"
+
+
+def _number(size: int | str, sizes: Mapping[str, int]) -> int:
+    if isinstance(size, int) or size in sizes:
+        return size if isinstance(size, int) else sizes[size]
+    import sympy  # not before it is needed: it is slow to import
+
+    value = sympy.sympify(size, locals={name: sympy.Symbol(name) for name in sizes}).subs(sizes)
+    if value.free_symbols:
+        raise KeyError(f"{size} is not settled by {dict(sizes)}")
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,11 @@ class Region:
             number += 1
         lines += [f"return {ref} {formal}" for ref, formal in self.outputs]
         return "\n".join(lines) + "\n"
+
+    def at(self, sizes: Mapping[str, int]) -> Region:
+        """The same code for inputs of these sizes alone. KeyError for a symbol that ``sizes`` does not settle."""
+        inputs, weights = (tuple(f.at(sizes) for f in formals) for formals in (self.inputs, self.weights))
+        return Region(inputs, weights, self.calls, tuple((ref, formal.at(sizes)) for ref, formal in self.outputs))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Region) and self.text == other.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from graphsrt.runtime.batch_builder import Entry, ScheduledStep
 from graphsrt.runtime.deadlines import Deadlines
 from graphsrt.runtime.drafter import Drafter
 from graphsrt.runtime.driving import run
-from graphsrt.runtime.forward_batch import ForwardBatch
+from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode
 from graphsrt.runtime.intake import Intake
 from graphsrt.runtime.kv_pool import ReqToTokenPool, TokenToKVPool
 from graphsrt.runtime.metrics import Metrics
@@ -32,6 +32,9 @@ from graphsrt.runtime.scheduler import Scheduler
 from graphsrt.runtime.stream import Stream
 from graphsrt.runtime.turns import Turns
 from graphsrt.runtime.waiting_line import Policy
+
+if TYPE_CHECKING:
+    from graphsrt.runtime.size_compiler import SizeCompiler
 
 
 class Executor(Protocol):
@@ -71,6 +74,7 @@ class Engine:
         is refused with QueueFull; None is no limit. ``generate`` and ``logits`` never exceed it.
     concat: joins the logits [R, V] of one sequence computed in several chunks; by default numpy arrays only.
     clock: seconds, for deadlines and metrics. embeds_width: of embeddings in prompts, None if the program takes none.
+    sizes: compiles code for the sizes that decode a lot; closed with the engine.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Engine:
         concat: Callable[[list[Any]], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
         embeds_width: int | None = None,
+        sizes: SizeCompiler | None = None,
     ):
         if eos_token_ids is None:
             eos_token_ids = ()
@@ -113,6 +118,7 @@ class Engine:
         self.scheduler = self._new_scheduler()
         self.intake = Intake(tokenizer, vocab_size, self.eos_token_ids, self.scheduler.check_fits, embeds_width)
         self._concat = concat or _concat_numpy
+        self._sizes = sizes
         self._clock = clock
         self.turns = Turns()  # held while requests, pages or the executor are touched
         self._deadlines = Deadlines()
@@ -223,6 +229,8 @@ class Engine:
                 self._closed = True
                 self.scheduler.abandon(self.scheduler.requests)
                 self.executor.close()
+                if self._sizes is not None:
+                    self._sizes.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -329,6 +337,8 @@ class Engine:
 
     def _execute(self, step: ScheduledStep, start: float) -> list[Request]:
         prompt_tokens = sum(e.num_tokens for e in step.entries if e.request.state is RequestState.PREFILL)
+        if self._sizes is not None and step.batch.forward_mode == ForwardMode.DECODE:
+            step.batch.size_is_compiled = self._sizes.count(step.batch.batch_size)
         try:
             result = self.executor.step(step.batch)
         except RankError as error:

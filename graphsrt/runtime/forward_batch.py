@@ -13,8 +13,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 # Recognises a buffer and its layout; the last digits are the version of the layout.
-_MAGIC = 0x6772_6170_6802
-_HEADER = 17
+_MAGIC = 0x6772_6170_6803
+_HEADER = 18
 
 _PER_TOKEN = ("tokens", "positions", "out_cache_loc")
 _PER_SEQUENCE = ("req_pool_indices", "seq_lens", "extend_seq_lens")
@@ -74,6 +74,7 @@ class ForwardBatch:
     num_token_non_padded: real rows; they come first, padded rows after them. Filled with T when left at -1.
     save_kv_cache: if false, the KV pool and ``req_to_token`` are after the step what they were before; the slots of
         ``out_cache_loc`` are still needed while it runs, as a step attends to its own tokens in them.
+    size_is_compiled: whether the cache of compiled regions has code for just this size, where a captured step runs.
     return_logits, return_hidden: whether the caller wants logits, and hidden states of the same rows, beside tokens.
     key_value_num_tokens: sum of ``seq_lens``: KV tokens that attention reads. Filled in when left at -1, else checked.
     prefix_updates: parts of ``req_to_token`` that this step's own tokens do not imply.
@@ -106,6 +107,7 @@ class ForwardBatch:
     save_kv_cache: bool = True
     return_logits: bool = False
     return_hidden: bool = False
+    size_is_compiled: bool = False
     key_value_num_tokens: int = -1
     prefix_updates: list[PrefixUpdate] = field(default_factory=list)
 
@@ -184,6 +186,7 @@ class ForwardBatch:
                 self.save_kv_cache,
                 self.return_logits,
                 self.return_hidden,
+                self.size_is_compiled,
                 self.key_value_num_tokens,
                 len(prefix),
                 sum(len(update.slots) for update in prefix),
@@ -210,9 +213,9 @@ class ForwardBatch:
         if buffer.dtype != np.int64 or buffer.ndim != 1 or len(buffer) < _HEADER or buffer[0] != _MAGIC:
             raise ValueError(f"not a ForwardBatch buffer: {buffer.dtype}{list(buffer.shape)}, begins {buffer[:2]!r}")
         length, mode, *rest = (int(word) for word in buffer[1:_HEADER])
-        counts, (non_padded, save_kv, logits, hidden, kv_tokens, num_prefix, num_slots) = (
+        counts, (non_padded, save_kv, logits, hidden, compiled, kv_tokens, num_prefix, num_slots) = (
             rest[: len(_GROUPS)],
-            rest[-7:],
+            rest[-8:],
         )
         expected = _HEADER + sum(len(names) * count for names, count in zip(_GROUPS, counts))
         expected += 3 * num_prefix + num_slots
@@ -237,6 +240,7 @@ class ForwardBatch:
             save_kv_cache=bool(save_kv),
             return_logits=bool(logits),
             return_hidden=bool(hidden),
+            size_is_compiled=bool(compiled),
             key_value_num_tokens=kv_tokens,
             prefix_updates=[PrefixUpdate(req, start, read(count)) for req, start, count in spans],
             **arrays,

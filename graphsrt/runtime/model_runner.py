@@ -183,7 +183,8 @@ class ModelRunner:
             rows = batch.batch_size
             size = self._captured.size(rows) if rows == batch.num_tokens == len(batch.logit_rows) else None
             if size is not None:
-                return {name: [value] for name, value in self._captured.run(inputs, rows).items()}, size
+                results = self._captured.run(inputs, rows, compiled=batch.size_is_compiled)
+                return {name: [value] for name, value in results.items()}, size
         given = {name: self._tensor(value) for name, value in inputs.items()}
         given |= {"req_to_token": self._req_to_token, **self._pool_inputs}
         if self._embeds is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -180,3 +181,35 @@ def test_steps_that_fit_no_size_are_counted_and_right(model: LlamaForCausalLM) -
         now = captured.metrics()
         assert (now.num_captured_steps, now.num_decode_steps) == (5 + 2, 5 + 2)
         assert now.padding_rows == 2 * (12 - 11)
+
+
+def test_sizes_that_decode_a_lot_get_code_of_their_own(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setattr("graphsrt.runtime.size_compiler.OFTEN", 3)
+    options = {"page_size": PAGE, "max_total_tokens": 400, "max_running": 12}
+    with graphsrt.compile(model, backend="inductor", compile_effort="max", **options) as compiled:
+        got = compiled.generate(prompts_of(11), params_of(2))  # of 12 rows, one step: not often
+        sizes = compiled.engine._sizes
+        assert sizes is not None and sizes._thread is None
+        want = compiled.generate(prompts_of(3), params_of(9))
+        wait_for(lambda: 3 in sizes._ready)
+        runner = compiled._executor._runner
+        assert {key for key in runner._captured._steps if key[0] == 3} == {(3, False)}
+        same(compiled.generate(prompts_of(3), params_of(9)), want)
+        assert {key for key in runner._captured._steps if key[0] == 3} == {(3, True)}
+        same(compiled.generate(prompts_of(11), params_of(2)), got)
+    with graphsrt.compile(model, tp=3, backend="inductor", compile_effort="max", **options) as ranks:
+        same(ranks.generate(prompts_of(3), params_of(5)), [g for g in ranks.generate(prompts_of(3), params_of(5))])
+        sizes = ranks.engine._sizes
+        assert sizes is not None
+    assert sizes._thread is not None and not sizes._thread.is_alive()  # in the middle of compiling
+    with pytest.raises(ValueError, match="'fast', or 'max'"):
+        graphsrt.compile(model, compile_effort="most")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.1)
