@@ -42,6 +42,9 @@ def test_engines_in_turn(checkpoint: Path, tmp_path: Path) -> None:
         assert {name: len(seconds) for name, seconds in times.seconds.items()} == {"graphsrt": 2, "hf": 2}
         assert times.best_peer() == "hf" and times.ratio("graphsrt", "hf") is not None and not times.failures
     assert found.read_bandwidth > 0 and found.product_rate > 0 and found.peak_bytes["hf"] > 1e7
+    # the steps of one run: its prompts, and three more tokens
+    assert len(found.cases[0].host_s) == 2 and all(0 < host < 1 for host in found.cases[0].host_s)
+    assert found.cases[1].host_s == []
     assert found.cases[0].bytes_read > found.weight_bytes / 2 and found.cases[1].flops > 0
     shown = text(found)
     assert "| decode, batch 2 at 20 |" in shown and "| prefill of 9 |" in shown and "openvino" in shown
@@ -64,7 +67,7 @@ def test_an_engine_generates_what_is_asked_for(checkpoint: Path) -> None:
     for spec in (EngineSpec("graphsrt", str(checkpoint), options=EAGER), EngineSpec("hf", str(checkpoint))):
         with EngineProcess(spec) as engine:
             assert engine.load(threads=1, dtype="float32", context=32, batch=2) > 0
-            tokens.append(engine.run(prompts, 5)[1])
+            tokens.append(engine.run(prompts, 5).tokens)
             assert engine.memory() > 1e7
             with pytest.raises(EngineError, match=f"{spec.name} failed to run"):
                 engine.run([[999]], 2)  # no such token
@@ -77,7 +80,9 @@ def test_ratios_are_of_the_same_round() -> None:
     assert times.ratio("graphsrt", "hf") == (3.0, 2.0, 5.0)
     bench = Bench("m", "bfloat16", 2, 1, versions={"graphsrt": "1", "hf": "2"}, cases=[times])
     bench.read_bandwidth, times.bytes_read = 10e9, 5 * 10**9
-    assert "| decode, batch 4 at 100 | 2.0 | 1.0 | 2.5 GB/s, 25% | hf | 3.00 (2.00–5.00) |" in text(bench)
+    assert "| decode, batch 4 at 100 | 2.0 | 1.0 | 2.5 GB/s, 25% | hf | 3.00 (2.00–5.00) | – |" in text(bench)
+    times.host_s += [0.001, 0.003, 0.002]
+    assert "| 3.00 (2.00–5.00) | 2.00 |" in text(bench)
 
 
 def test_ceilings() -> None:

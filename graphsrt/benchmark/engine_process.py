@@ -33,6 +33,15 @@ class EngineSpec:
     options: tuple[tuple[str, Any], ...] = ()
 
 
+@dataclass(frozen=True)
+class Ran:
+    """Seconds of a run, the tokens of each prompt, and what the engine has counted so far, if it counts anything."""
+
+    seconds: float
+    tokens: list[list[int]]
+    counters: dict[str, float]
+
+
 class EngineError(GraphsrtError):
     """An engine said no, or ended."""
 
@@ -58,10 +67,10 @@ class EngineProcess:
         self.version = answer["version"]
         return answer["seconds"]
 
-    def run(self, prompts: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
-        """Seconds for ``new`` tokens of every prompt, and these tokens."""
+    def run(self, prompts: list[list[int]], new: int) -> Ran:
+        """``new`` tokens of every prompt."""
         answer = self._ask({"do": "run", "prompts": prompts, "new": new})
-        return answer["seconds"], answer["tokens"]
+        return Ran(answer["seconds"], answer["tokens"], answer["counters"])
 
     def memory(self) -> int:
         """Bytes of the process and its children, each page divided by the number of processes that share it (PSS)."""

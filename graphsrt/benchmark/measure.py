@@ -52,6 +52,8 @@ class Times:
 
     case: Case
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    host_s: list[float] = field(default_factory=list)
+    """Of a step of decoding, what our engine spends outside of kernels and collectives, by round."""
     failures: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
     """Weights and cached keys and values that a step reads at least."""
@@ -161,24 +163,31 @@ def _measure_case(
         for name in list(engines) if number % 2 else reversed(list(engines)):
             if name in times.failures:
                 continue
+            host: float | None = None
             try:
-                seconds = _decode_step(engines[name], same, new) if isinstance(case, Decode) else (
-                    engines[name].run(fresh, 1)[0]
-                )  # fmt: skip
+                if isinstance(case, Decode):
+                    seconds, host = _decode_step(engines[name], same, new)
+                else:
+                    seconds = engines[name].run(fresh, 1).seconds
             except EngineError as error:
                 times.failures[name] = str(error)
                 times.seconds[name] = []
                 continue
             if number:
                 times.seconds[name].append(seconds)
+                times.host_s += [host] if host is not None else []
     return times
 
 
-def _decode_step(engine: EngineProcess, prompts: list[list[int]], new: int) -> float:
-    """All tokens less the first: what comes before decoding, cached or not, is in both."""
-    one, _ = engine.run(prompts, 1)
-    every, _ = engine.run(prompts, new)
-    return (every - one) / (new - 1)
+def _decode_step(engine: EngineProcess, prompts: list[list[int]], new: int) -> tuple[float, float | None]:
+    """Seconds of a step, and how much of it the host took, if the engine says. All tokens less the first: what comes
+    before decoding, cached or not, is in both."""
+    one, every = engine.run(prompts, 1), engine.run(prompts, new)
+    seconds = (every.seconds - one.seconds) / (new - 1)
+    if not every.counters:
+        return seconds, None
+    steps, host = (every.counters[name] - one.counters[name] for name in ("steps", "host_s"))
+    return seconds, host / steps
 
 
 def _least(program: Program, case: Case, new: int) -> Cost:
@@ -202,7 +211,9 @@ def _measure_ceilings(bench: Bench, program: Program, cases: Iterable[Case], thr
             out, width = program.weights[str(arguments(node)["weight"].target)].shape
             shapes.append((int(out), int(width)))
         tokens = max([c.tokens for c in cases if isinstance(c, Prefill)], default=512)
-        bench.product_rate = ceilings.product_rate(shapes[:-1] or shapes, tokens, getattr(torch, bench.dtype))
+        # Some processors multiply numbers of 16 bits only by detours: the ceiling is what is fastest here.
+        dtypes = {getattr(torch, bench.dtype), torch.float32}
+        bench.product_rate = max(ceilings.product_rate(shapes[:-1] or shapes, tokens, dtype) for dtype in dtypes)
     finally:
         torch.set_num_threads(before)
 

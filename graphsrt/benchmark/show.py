@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def text(bench: Bench) -> str:
         "",
     ]  # fmt: skip
     head = ["case", *(f"{name} tokens/s" for name in engines), f"{OURS} of the ceiling", "best peer", "times as fast"]
+    head += [f"{OURS} host ms a step"]
     rows = [_row(bench, times, engines) for times in bench.cases]
     lines += [_table([head, *rows]), ""]
     names = [name for name in engines if name in bench.starts or name in bench.peak_bytes]
@@ -53,7 +55,8 @@ def _row(bench: Bench, times: Times, engines: list[str]) -> list[str]:
         reached = f"{times.flops / mine / 1e12:.3f} TFLOP/s, {times.flops / mine / bench.product_rate:.0%}"
     ratio = times.ratio(OURS, peer) if peer else None
     told = "–" if ratio is None else f"{ratio[0]:.2f} ({ratio[1]:.2f}–{ratio[2]:.2f})"
-    return [times.case.name, *rates, reached, peer or "–", told]
+    host = f"{1e3 * statistics.median(times.host_s):.2f}" if times.host_s else "–"
+    return [times.case.name, *rates, reached, peer or "–", told, host]
 
 
 def plot(bench: Bench, file: Path) -> None:

@@ -27,5 +27,10 @@ def run(engine: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
     return [result.token_ids for result in engine.generate(prompts, params)]
 
 
+def counters(engine: Any) -> dict[str, float]:
+    now = engine.metrics()
+    return {"steps": now.num_steps, "host_s": now.host_s}
+
+
 if __name__ == "__main__":
-    serve(load, run)
+    serve(load, run, counters)
