@@ -17,6 +17,7 @@ from graphsrt.compiled import CompiledModel, Traced
 from graphsrt.devices import DEFAULT, Device, figures_of
 from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
+from graphsrt.lowering.kernels.beforehand import start_building
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
 from graphsrt.models.on_meta import on_meta
 from graphsrt.models.quantization.kv_cache import cache_scales
@@ -168,6 +169,8 @@ def compile(
         )
     WaitingLine(policy, max_queue, patience=0)  # checks them, before anything takes time
     tp = tp if tp is not None else (group if group and ranks is None else 1)
+    if (device or "cpu") == "cpu" and ranks is None:
+        start_building(tp)
     traced = trace(
         model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, passes=passes, without=without,
         stop_after=stop_after, experts=experts, strict=strict, dump=dump, context_length=context_length,
