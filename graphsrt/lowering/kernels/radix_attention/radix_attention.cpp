@@ -42,7 +42,7 @@ constexpr int64_t BLOCK = 64;    // KV tokens per online-softmax step
 constexpr int64_t SPLIT = 256;   // KV tokens per item when one query block walks a long context; a multiple of BLOCK
 constexpr int64_t ROWS = 48;     // target rows (query tokens x query heads per KV head) of a query block
 constexpr int64_t DIRECT_ROWS = 8;
-constexpr int64_t VALUES = 32;   // V rows per pass over the output's columns: few enough to stay in the first cache
+constexpr int64_t VALUES = 8;   // V rows per pass over the output's columns: few enough to stay in the first cache
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int TILE_M = 12;       // 12 x 2 accumulators of 32 registers
 #else
@@ -303,6 +303,7 @@ inline void prefetch_row(const T* row, int64_t D) {
   const char* p = reinterpret_cast<const char*>(row);
   const int64_t bytes = D * static_cast<int64_t>(sizeof(T));
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+  asm volatile("" ::"r"(p));  // GCC takes a function that only prefetches for one that does nothing
 }
 
 // panels[n / PW][D][PW] = rows[n][D] transposed; columns without a row are zero
@@ -454,13 +455,18 @@ struct Attention {
   }
   bool serial = false;
 
+  // Each thread has a run of neighbours, and takes from the others' when it is done with its own.
   template <class F>
   void for_each(int64_t n, const F& f) const {
-    std::atomic<int64_t> next{0};
     const int64_t workers = serial ? 1 : std::min<int64_t>(n, at::get_num_threads());
+    std::unique_ptr<std::atomic<int64_t>[]> next(new std::atomic<int64_t>[std::max<int64_t>(workers, 1)]);
+    for (int64_t w = 0; w < workers; ++w) next[w] = n * w / workers;
     at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
       for (int64_t w = begin; w < end; ++w)
-        for (int64_t i = next++; i < n; i = next++) f(i);
+        for (int64_t v = 0; v < workers; ++v) {
+          const int64_t whose = (w + v) % workers, stop = n * (whose + 1) / workers;
+          for (int64_t i = next[whose]++; i < stop; i = next[whose]++) f(i);
+        }
     });
   }
 
@@ -468,7 +474,10 @@ struct Attention {
     plan();
     for_each(static_cast<int64_t>(items.size()), [&](int64_t i) {
       const Item& item = items[i];
-      if (item.qn == 1 && G <= DIRECT_ROWS && D % VL == 0 && Dv % VL == 0) return attend_direct(item);
+      if (is_direct(item)) {
+        const bool more = i + 1 < static_cast<int64_t>(items.size()) && is_direct(items[i + 1]);
+        return attend_direct(item, more ? &items[i + 1] : nullptr);
+      }
       for (int64_t h = item.h0; h < item.h1; ++h) attend_tiled(item, h);
     });
     for_each(static_cast<int64_t>(merges.size()) * x.K, [&](int64_t i) { merge(merges[i / x.K], i % x.K); });
@@ -480,51 +489,65 @@ struct Attention {
     return s;
   }
 
-  // The direct items walk their blocks with all their heads at once, as a slot's heads lie side by side.
-  void attend_direct(const Item& it) const {
+  bool is_direct(const Item& item) const {
+    return item.qn == 1 && G <= DIRECT_ROWS && D % VL == 0 && Dv % VL == 0;
+  }
+
+  const int32_t* slots_of(const Item& it) const { return x.req_to_token + x.req_pool_indices[it.b] * x.req_stride; }
+
+  // The direct items walk their blocks with all their heads at once, as a slot's heads lie side by side. While a block
+  // is computed, the memory is asked for the next one: of this item, or of the item that comes next.
+  void attend_direct(const Item& it, const Item* after) const {
     const int64_t heads = it.h1 - it.h0, M = G;
     Scratch<A>& all = scratch(heads * M);
     for (int64_t h = 0; h < heads; ++h) load_queries(it, it.h0 + h, all.q + h * M * Dp);
     std::fill_n(all.o, heads * M * Dvp, A(0));
     std::fill_n(all.m, heads * M, NEG_INF);
     std::fill_n(all.l, heads * M, A(0));
-    const int32_t* slots = x.req_to_token + x.req_pool_indices[it.b] * x.req_stride;
-    const T *k_rows[BLOCK], *v_rows[BLOCK], *next_rows[BLOCK];
+    const int32_t* slots = slots_of(it);
+    const T *k_rows[BLOCK], *v_rows[BLOCK], *rows[BLOCK];
+    const T* const all_k = reinterpret_cast<const T*>(x.pool_k);
+    const T* const all_v = reinterpret_cast<const T*>(x.pool_v);
     for (int64_t j0 = it.j0 / BLOCK * BLOCK; j0 < it.j1; j0 += BLOCK) {
       const int64_t c0 = std::max(it.j0 - j0, int64_t(0)), c1 = std::min(it.j1 - j0, BLOCK);
-      for (int64_t h = 0; h < heads; ++h) {
-        const int64_t head_offset = (it.h0 + h) * x.pool_stride_h;
-        const T* pool_k = reinterpret_cast<const T*>(x.pool_k) + head_offset;
-        const T* pool_v = reinterpret_cast<const T*>(x.pool_v) + head_offset;
-        for (int64_t c = c0; c < c1; ++c) {
-          k_rows[c] = pool_k + slots[j0 + c] * x.pool_stride_s;
-          v_rows[c] = pool_v + slots[j0 + c] * x.pool_stride_s;
+      const bool here = j0 + BLOCK < it.j1;
+      const Item* next = here ? &it : after;
+      const int64_t next_j = here ? j0 + BLOCK : next ? next->j0 : 0;
+      const int64_t next_count = next ? std::min(BLOCK, next->j1 - next_j) : 0;
+      const int32_t* next_slots = next ? slots_of(*next) + next_j : nullptr;
+      const auto ask = [&](const T* of, int64_t c, int64_t count, int64_t width) {
+        for (int64_t i = c; i < std::min(c + count, next_count); ++i) {
+          const T* row = of + next_slots[i] * x.pool_stride_s + next->h0 * x.pool_stride_h;
+          for (int64_t h = 0; h < next->h1 - next->h0; ++h) prefetch_row(row + h * x.pool_stride_h, width);
         }
-        // What the memory is asked for while values are weighed: the keys of the next head, or block.
-        const bool last = h + 1 == heads;
-        const int64_t ahead = last ? j0 + BLOCK : j0, n0 = last ? 0 : c0;
-        const int64_t n1 = last ? std::clamp(it.j1 - ahead, int64_t(0), BLOCK) : c1;
-        const T* next_k = last ? pool_k - (heads - 1) * x.pool_stride_h : pool_k + x.pool_stride_h;
-        for (int64_t c = n0; c < n1; ++c) next_rows[c] = next_k + slots[ahead + c] * x.pool_stride_s;
-
-        Scratch<A> w = all.from_row(h * M, Dp, Dvp);
-        // Dots come in fours: the columns that fill up a four repeat a row in range and are masked below.
-        for (int64_t c = c0 / 4 * 4; c < c0; ++c) k_rows[c] = k_rows[c0];
-        for (int64_t c = c1; c < ceil_div(c1, 4) * 4; ++c) k_rows[c] = k_rows[c1 - 1];
-        for (int64_t c = c0 / 4 * 4; c < c1; c += 4) {
-          for (int64_t i = std::max(c, c0); i < std::min(c + 4, c1); ++i) prefetch_row(v_rows[i], Dv);
-          const T* const* rows = k_rows + c;
-          A* s = w.s + c;
+      };
+      for (int64_t c = c0; c < c1; ++c) {
+        k_rows[c] = all_k + it.h0 * x.pool_stride_h + slots[j0 + c] * x.pool_stride_s;
+        v_rows[c] = all_v + it.h0 * x.pool_stride_h + slots[j0 + c] * x.pool_stride_s;
+      }
+      // Dots come in fours: the columns that fill up a four repeat a row in range and are masked below.
+      for (int64_t c = c0 / 4 * 4; c < c0; ++c) k_rows[c] = k_rows[c0];
+      for (int64_t c = c1; c < ceil_div(c1, 4) * 4; ++c) k_rows[c] = k_rows[c1 - 1];
+      for (int64_t c = c0 / 4 * 4; c < c1; c += 4) {
+        ask(all_k, c, 4, D);
+        for (int64_t h = 0; h < heads; ++h) {
+          for (int64_t i = 0; i < 4; ++i) rows[i] = k_rows[c + i] + h * x.pool_stride_h;
+          const A* q = all.q + h * M * Dp;
+          A* s = all.s + h * M * BLOCK + c;
           int64_t m = 0;
-          for (; M - m >= 3 && M - m != 4; m += 3) dot_rows<A, T, 3>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
-          for (; M - m >= 2; m += 2) dot_rows<A, T, 2>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
-          if (m < M) dot_rows<A, T, 1>(w.q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
+          for (; M - m >= 3 && M - m != 4; m += 3) dot_rows<A, T, 3>(q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
+          for (; M - m >= 2; m += 2) dot_rows<A, T, 2>(q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
+          if (m < M) dot_rows<A, T, 1>(q + m * Dp, Dp, rows, D, s + m * BLOCK, BLOCK);
         }
-        const int64_t shift = j0 - last_key(it.b, it.q0) + 1;
-        for (int64_t m = 0; m < M; ++m) softmax_step(w, m, (it.h0 + h) * G + m, shift, c0, c1);
-        for (int64_t c = c0; c < c1; c += VALUES) {
-          for (int64_t i = std::max(c - c0, n0); i < std::min(c - c0 + VALUES, n1); ++i) prefetch_row(next_rows[i], D);
-          weigh_direct(w, M, v_rows + c, c, std::min(VALUES, c1 - c));
+      }
+      const int64_t shift = j0 - last_key(it.b, it.q0) + 1;
+      for (int64_t r = 0; r < heads * M; ++r) softmax_step(all, r, it.h0 * G + r, shift, c0, c1);
+      for (int64_t c = c0; c < c1; c += VALUES) {
+        const int64_t count = std::min(VALUES, c1 - c);
+        ask(all_v, c, VALUES, Dv);
+        for (int64_t h = 0; h < heads; ++h) {
+          for (int64_t i = 0; i < count; ++i) rows[i] = v_rows[c + i] + h * x.pool_stride_h;
+          weigh_direct(all.from_row(h * M, Dp, Dvp), M, rows, c, count);
         }
       }
     }
