@@ -31,7 +31,7 @@ def int4_linear(*arguments):
 def in_16_bits(x):
     """x in float64 as the kernel rounds it, and the most that it may be off."""
     groups = x.double().view(len(x), -1, GROUP)
-    step = torch.ldexp(torch.tensor(1.0).double(), groups.abs().amax(-1, keepdim=True).frexp().exponent - 15)
+    step = torch.exp2(groups.abs().amax(-1, keepdim=True).frexp().exponent.double() - 15)
     rounded = (groups / step).round().clamp(-(2**15), 2**15 - 1) * step
     return rounded.view(x.shape), (groups.abs().amax(-1, keepdim=True) * 2.0**-15).expand_as(groups).reshape(x.shape)
 
