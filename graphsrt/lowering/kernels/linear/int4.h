@@ -26,6 +26,9 @@ static_assert(VL % 2 == 0);  // a step takes whole blocks
 constexpr int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // ---- a group of 16-bit numbers -------------------------------------------------------------------------------------
+//
+// decode_group gives the first or second one of the block at p. dot sums products, those of 32 / VL columns in each
+// lane: at most 8 · 15 · 2^15, which float32 holds exactly.
 
 #if defined(CPU_CAPABILITY_AVX512)
 using Numbers = __m512i;
@@ -51,7 +54,6 @@ inline Numbers load_numbers(const int16_t* p) {
   return {in_register(_mm256_loadu_si256(v)), in_register(_mm256_loadu_si256(v + 1))};
 }
 
-// The first or second group of the block at p.
 template <bool SECOND>
 inline Numbers decode_group(const uint8_t* p) {
   const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), mask = _mm256_set1_epi16(15);
@@ -59,7 +61,6 @@ inline Numbers decode_group(const uint8_t* p) {
   return {_mm256_and_si256(words, mask), _mm256_and_si256(_mm256_srli_epi16(words, 4), mask)};
 }
 
-// Sums of products, one of 32 / VL columns in each lane: at most 4 · 15 · 2^15, which float32 holds exactly.
 inline Vec dot(const Numbers& a, const Numbers& b) {
   return Vec(_mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high))));
 }
