@@ -499,6 +499,9 @@ def test_build_cache(tmp_path: Path, monkeypatch):
     library.write_bytes(cut)
     build.load_extension("tiny", source)
     assert builds == ["tiny"] * 2 and library.stat().st_size > 1000
+    (tmp_path / "tiny.h").write_text("// included\n")
+    build.load_extension("tiny", source)
+    assert builds == ["tiny"] * 3
     source.write_text(TINY_SOURCE.replace("PyMODINIT_FUNC", "#error no such luck\n"))
     with pytest.raises(CompileError, match="no such luck"):
         build.load_extension("tiny", source)

@@ -25,6 +25,7 @@ _library.impl("dense_linear", lambda x, w, bias=None: F.linear(x, w, bias), "Com
 torch.library.register_fake(
     "graphsrt::dense_linear", lambda x, w, bias=None: x.new_empty((*x.shape[:-1], w.shape[0])), lib=_library
 )
+_library.define("int4_linear(Tensor x, Tensor q, Tensor pairs, Tensor? bias=None) -> Tensor")
 dense_linear = torch.ops.graphsrt.dense_linear.default
 
 SHIMS = {

@@ -1,0 +1,198 @@
+// Products in float32: weights of 16 or 32 bits, or integers of 8 bits with a scale for each row, become float32 as they
+// are read. Up to FEW rows of x that is in registers; with more of them a tile of w is decoded once into the first-level
+// cache and multiplied with all.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <memory>
+
+#include "tile.h"
+
+namespace {
+
+constexpr int64_t KB = 512;  // columns of a block: a tile of w and the rows that it meets stay in the first cache
+
+// ---- how weights are stored ----------------------------------------------------------------------------------------
+
+// A row's columns k0..k0+n become float32. `n` is a multiple of VL, but for the last block of a row.
+template <class T>
+struct Plain {
+  const T* data;
+  int64_t K;
+  const T* at(int64_t row, int64_t k) const { return data + row * K + k; }
+  float scale(int64_t) const { return 1.0f; }
+  static Vec load(const T* p) {
+    if constexpr (std::is_same_v<T, float>) return Vec::loadu(p);
+#if defined(CPU_CAPABILITY_AVX2)
+    else if constexpr (std::is_same_v<T, BFloat16>)
+      return Vec(_mm256_castsi256_ps(
+          _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16)));
+    else
+      return Vec(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(CPU_CAPABILITY_AVX512)
+    else if constexpr (std::is_same_v<T, BFloat16>)
+      return Vec(_mm512_castsi512_ps(
+          _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16)));
+    else
+      return Vec(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#else
+    else {
+      alignas(64) float out[VL];
+      for (int64_t i = 0; i < VL; ++i) out[i] = static_cast<float>(p[i]);
+      return Vec::loadu(out);
+    }
+#endif
+  }
+  static float one(const T* p) { return static_cast<float>(*p); }
+};
+
+struct Int8 {
+  const int8_t* data;
+  const float* scales;  // [N]
+  int64_t K;
+  const int8_t* at(int64_t row, int64_t k) const { return data + row * K + k; }
+  float scale(int64_t row) const { return scales[row]; }
+  static Vec load(const int8_t* p) {
+#if defined(CPU_CAPABILITY_AVX2)
+    return Vec(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))));
+#elif defined(CPU_CAPABILITY_AVX512)
+    return Vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#else
+    alignas(64) float out[VL];
+    for (int64_t i = 0; i < VL; ++i) out[i] = static_cast<float>(p[i]);
+    return Vec::loadu(out);
+#endif
+  }
+  static float one(const int8_t* p) { return static_cast<float>(*p); }
+};
+
+template <class Format>
+void decode(const Format& w, int64_t row, int64_t k, int64_t n, float* out) {
+  const auto* p = w.at(row, k);
+  int64_t i = 0;
+  for (; i + VL <= n; i += VL) Format::load(p + i).store(out + i);
+  for (; i < n; ++i) out[i] = Format::one(p + i);
+}
+
+// ---- dot products --------------------------------------------------------------------------------------------------
+
+// A vector of a row of w: decoded as it is read, or out of the tile that was decoded before.
+template <class Format>
+struct AsStored {
+  static constexpr bool from_memory = true;
+  using P = decltype(std::declval<Format>().at(0, 0));
+  static Vec load(P p, int64_t k) { return Format::load(p + k); }
+  static Vec last(P p, int64_t k, int64_t n) {
+    alignas(64) float out[VL] = {};
+    for (int64_t i = k; i < n; ++i) out[i - k] = Format::one(p + i);
+    return Vec::loadu(out);
+  }
+};
+
+struct Decoded {
+  static constexpr bool from_memory = false;
+  using P = const float*;
+  static Vec load(P p, int64_t k) { return Vec::loadu(p + k); }
+  static Vec last(P p, int64_t k, int64_t n) { return Vec::loadu(p + k, n - k); }
+};
+
+// sums[m · STRIDE + r] += x row m · w row r, over n columns; rows of x lie one behind the other.
+template <int M, int N, class Read>
+inline void tile(const float* x, const typename Read::P* w, int64_t n, Vec* sums) {
+  Vec own[M][N];
+  for (int m = 0; m < M; ++m)
+    for (int r = 0; r < N; ++r) own[m][r] = sums[m * STRIDE + r];
+  int64_t k = 0;
+  const auto step = [&](auto&& of_w, auto&& of_x) {
+    Vec b[N];
+#pragma GCC unroll 8
+    for (int r = 0; r < N; ++r) b[r] = in_register(of_w(w[r]));
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const Vec a = in_register(of_x(x + m * n + k));
+#pragma GCC unroll 8
+      for (int r = 0; r < N; ++r) own[m][r] = at::vec::fmadd(a, b[r], own[m][r]);
+    }
+  };
+  [[maybe_unused]] const char* ahead = reinterpret_cast<const char*>(w[0]) + N * n * sizeof(*w[0]);
+  for (; k + VL <= n; k += VL) {
+    if constexpr (Read::from_memory) ahead = prefetch<N * VL * sizeof(*w[0])>(ahead);
+    step([&](auto p) { return Read::load(p, k); }, [](const float* p) { return Vec::loadu(p); });
+  }
+  if (k < n)
+    step([&](auto p) { return Read::last(p, k, n); }, [&](const float* p) { return Vec::loadu(p, n - k); });
+  for (int m = 0; m < M; ++m)
+    for (int r = 0; r < N; ++r) sums[m * STRIDE + r] = own[m][r];
+}
+
+// ---- a product -----------------------------------------------------------------------------------------------------
+
+// x in float32, block of columns by block of columns: [K / block][M][block], the last block as wide as it is.
+struct Wide {
+  int64_t M, K, block;
+  std::unique_ptr<float[]> made;
+  const float* data;  // of `made`, or x as it was given
+
+  template <class Y>
+  Wide(const Y* x, int64_t M, int64_t K, int64_t block) : M(M), K(K), block(block) {
+    if constexpr (std::is_same_v<Y, float>) {
+      data = x;
+      if (block >= K) return;
+    }
+    made.reset(new float[M * K]);
+    data = made.get();
+    at::parallel_for(0, M, 1 + 65536 / std::max<int64_t>(1, K), [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m)
+        for (int64_t k = 0; k < K; k += block)
+          decode(Plain<Y>{x, K}, m, k, width(k), made.get() + (at(m, k) - data));
+    });
+  }
+  int64_t width(int64_t k) const { return std::min(block, K - k); }
+  const float* at(int64_t m, int64_t k) const { return data + k * M + m * width(k); }
+};
+
+template <class Format>
+struct FloatProduct {
+  Format w;
+  Wide x;
+
+  // Rows of x and of w in a tile: MR x NR sums, NR weights and a value are as many vectors as there are registers, or a
+  // few less. The fewer rows x has, the more of w go side by side: that keeps as many sums under way as hide the time
+  // that an addition takes, and as many streams as memory can serve.
+  static constexpr int MR = VL == 16 ? 6 : 4, NR = VL == 16 ? 4 : 3;
+  static constexpr int side_by_side(int m) { return m == 1 ? 6 : m == 2 ? 4 : NR; }
+
+  template <class Y>
+  FloatProduct(const Format& w, const Y* x, int64_t M)
+      : w(w), x(x, M, w.K, M <= FEW ? std::max<int64_t>(1, w.K) : KB) {}
+
+  float scale(int64_t row) const { return w.scale(row); }
+
+  template <int M, int R>
+  void few(int64_t row, int64_t m0, int64_t k, Vec* sums) const {
+    typename AsStored<Format>::P rows[R];
+    for (int r = 0; r < R; ++r) rows[r] = w.at(row + r, k);
+    tile<M, R, AsStored<Format>>(x.at(m0, k), rows, x.width(k), sums);
+  }
+
+  template <int R>
+  void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums) const {
+    alignas(64) thread_local float tile_of_w[R * KB];
+    const int64_t n = x.width(k);
+    const float* rows[R];
+    for (int r = 0; r < R; ++r) {
+      if constexpr (std::is_same_v<Format, Plain<float>>) {
+        rows[r] = w.at(row + r, k);
+      } else {
+        decode(w, row + r, k, n, tile_of_w + r * KB);
+        rows[r] = tile_of_w + r * KB;
+      }
+    }
+    in_tiles<MR>(m, [&](auto many, int64_t i) {
+      tile<decltype(many)::value, R, Decoded>(x.at(m0 + i, k), rows, n, sums + i * STRIDE);
+    });
+  }
+};
+
+}  // namespace
