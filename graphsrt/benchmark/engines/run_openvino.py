@@ -6,7 +6,6 @@ from typing import Any
 
 from serve import serve
 
-
 PAGE = 32  # tokens in a page of the cache, on CPUs
 
 
