@@ -130,8 +130,7 @@ def measure(
             told(f"{spec.name}: loads {spec.model}")
             engine = open_engines.enter_context(EngineProcess(spec))
             try:
-                wide = 1 if spec.name == "llamacpp" else batch
-                engine.load(**options, context=context, batch=wide, **({"tp": tp} if spec.name == OURS else {}))
+                engine.load(**options, context=context, batch=batch, **({"tp": tp} if spec.name == OURS else {}))
                 engines[spec.name], bench.versions[spec.name] = engine, engine.version
             except EngineError as error:
                 bench.failures[spec.name] = str(error)

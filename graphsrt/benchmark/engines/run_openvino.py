@@ -6,13 +6,15 @@ from typing import Any
 
 from serve import serve
 
+PAGE = 32  # tokens in a page of the cache, on CPUs
 
-def load(model: str, *, threads: int, dtype: str, batch: int, **_: Any) -> Any:
+
+def load(model: str, *, threads: int, dtype: str, context: int, batch: int, **_: Any) -> Any:
     import openvino
     import openvino_genai as genai
 
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size = 4  # GB
+    scheduler.num_kv_blocks = 1 + batch * -(-context // PAGE)
     scheduler.max_num_seqs = batch
     scheduler.enable_prefix_caching = False
     names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import os
+import sys
+from ctypes.util import find_library
+from pathlib import Path
 from typing import Any
 
 from serve import serve
 
+PAGE = 128  # tokens in a page of the cache
+
 
 def load(model: str, *, threads: int, dtype: str, context: int, batch: int, **_: Any) -> Any:
-    os.environ |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1"}
+    # the libraries that its guide wants preloaded; what computes is another process, which gets them
+    openmp, malloc = Path(sys.prefix) / "lib/libiomp5.so", find_library("tcmalloc_minimal")
+    os.environ |= {
+        "LD_PRELOAD": ":".join(([str(openmp)] if openmp.exists() else []) + ([malloc] if malloc else [])),
+        "OMP_NUM_THREADS": str(threads),
+        # left to itself it computes on one core fewer than there are
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads])),
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; what counts is the number of pages below
+        "HF_HUB_OFFLINE": "1",
+    }
     import vllm
 
     engine = vllm.LLM(
         model=model, dtype=dtype, max_model_len=context, max_num_seqs=batch, enable_prefix_caching=False,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=True, block_size=PAGE, num_gpu_blocks_override=1 + batch * -(-context // PAGE),
     )  # fmt: skip
     return engine, vllm.__version__
 
