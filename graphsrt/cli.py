@@ -193,8 +193,9 @@ def run(
         model, tp=tp, ranks=ranks and ranks.value, dtype=dtype and dtype.value, backend=backend.value,
         kv_dtype=kv_dtype and kv_dtype.value, kv_scales=kv_scales,
         passes=_pipeline(user_passes, before, after), without=without, experts=experts.value,
-        quantize=quantize and quantize.value, strict=strict, dump=dump, verify=verify, context_length=context_length, page_size=page_size,
-        prefix_cache=prefix_cache, progress=not rank, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+        quantize=quantize and quantize.value, strict=strict, dump=dump, verify=verify, context_length=context_length,
+        page_size=page_size, prefix_cache=prefix_cache, progress=not rank, trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
     ) as compiled:  # fmt: skip
         texts = prompt or [DEFAULT_PROMPT]
         items = [_with_template(compiled, text, system, chat) for text in texts]

@@ -128,7 +128,7 @@ def _heads(program: Program) -> set[fx.Node]:
     found, stack, seen = set(), [program.output], {program.output}
     while stack:
         node = stack.pop()
-        if node.target is aten.linear.default:
+        if node.target in (aten.linear.default, ops.int8_linear, ops.int4_linear):
             found.add(node)
             continue
         above = [used for used in node.all_input_nodes if used not in seen]
