@@ -1,4 +1,4 @@
-"""Engines with weights of integers: on any number of ranks and any backend the same numbers, and how they are loaded."""
+"""Engines with weights of integers: the same numbers on any ranks and any backend, and how they are loaded."""
 
 from __future__ import annotations
 
