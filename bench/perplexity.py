@@ -1,10 +1,11 @@
-"""What FP8 costs in accuracy: perplexity of a model and of its quantised forms on two short texts.
+"""What FP8 and integers cost in accuracy: perplexity of a model and of its quantised forms on two short texts.
 
     python bench/perplexity.py [--model smollm2] [--tp 1]
 
 The texts (beginnings of Carroll's "Alice's Adventures in Wonderland", 1865, and of Darwin's "On the Origin of Species",
-1859) are in the public domain and lie beside this file. Each form is written to a temporary folder by
-``graphsrt.quantize`` and run eagerly on simulated ranks, so nothing is compiled. Beside the perplexity, the mean
+1859) are in the public domain and lie beside this file. Each FP8 form is written to a temporary folder by
+``graphsrt.quantize``, integers are made while the plain model is loaded; all run eagerly on simulated ranks, so nothing
+is compiled. Beside the perplexity, the mean
 Kullback-Leibler divergence from the unquantised model's next-token distribution, in nats: it tells apart what texts as
 short as these cannot.
 """
@@ -26,14 +27,14 @@ FORMS = ["fp8", "fp8-dynamic", "fp8-block"]
 
 
 def log_probabilities(
-    model: str | Path, tp: int, kv_dtype: str | None = None
+    model: str | Path, tp: int, kv_dtype: str | None = None, integers: str | None = None
 ) -> tuple[list[torch.Tensor], list[list[int]], int]:
     """Log-probabilities ``[T, V]`` of each text, its token ids, and bytes of weights on rank 0."""
     from graphsrt.dump import weight_bytes
 
     with graphsrt.compile(
         str(model), tp=tp, ranks="simulated", backend="eager", context_length=1024, max_total_tokens=2048,
-        kv_dtype=kv_dtype,
+        kv_dtype=kv_dtype, quantize=integers,
     ) as compiled:  # fmt: skip
         ids = [compiled.tokenizer(text)["input_ids"] for text in TEXTS]
         found = [torch.log_softmax(compiled.logits(one).double(), -1) for one in ids]
@@ -57,6 +58,9 @@ def main() -> None:
         print(f"| {name} | {cache} | {math.exp(nll / tokens):.2f} | {kl:.4f} | {size / 1e6:.0f} |", flush=True)
 
     row("plain", "plain", plain, size)
+    for form in ("int8", "int4"):
+        found, _, size = log_probabilities(given.model, given.tp, integers=form)
+        row(f"{form}, plain inputs", "plain", found, size)
     with tempfile.TemporaryDirectory() as scratch:
         for form in FORMS:
             folder = quantize(given.model, Path(scratch) / form, form, kv_cache=form == "fp8", progress=True)

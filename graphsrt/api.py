@@ -23,9 +23,10 @@ from graphsrt.models.on_meta import on_meta
 from graphsrt.models.quantization.kv_cache import cache_scales
 from graphsrt.models.quantization.recipes import mark_stored
 from graphsrt.models.source import ModelSource, resolve
-from graphsrt.passes import PIPELINE, page_attention, scatter_residual, shard_tensor_parallel
+from graphsrt.passes import PIPELINE, page_attention, quantize_weights, scatter_residual, shard_tensor_parallel
 from graphsrt.passes.plugins import with_installed
-from graphsrt.passes.runner import Pass, Stages, bind, run_phases, select
+from graphsrt.passes.quantize_weights import FORMATS
+from graphsrt.passes.runner import Pass, Stages, bind, pass_name, run_phases, select
 from graphsrt.program import Program
 from graphsrt.recipes import FP8, rename
 from graphsrt.runtime.agreement import COMPARE_EVERY
@@ -57,6 +58,7 @@ def trace(
     without: Iterable[str] = (),
     stop_after: str | None = None,
     experts: str = "tp",
+    quantize: str | None = None,
     strict: bool = False,
     dump: str | os.PathLike | None = None,
     context_length: int | None = None,
@@ -73,12 +75,17 @@ def trace(
     ``device``: whose figures decide from how many tokens on a fusion pays, by its name in ``graphsrt.devices``.
     """
     _check_tp(tp)
-    chosen = chosen_passes(passes, without, experts, stop_after)
+    chosen = chosen_passes(passes, without, experts, stop_after, quantize)
     chosen = bind(chosen, scatter_residual, device=device, max_tokens=max_tokens_per_step)
     cached = _kv_dtype(kv_dtype)
     if kv_scales is not None and cached != FP8:
         raise ValueError(explain("scales of keys and values are for an FP8 cache", got=f"kv_dtype={kv_dtype}"))
     source = resolve(model, dtype=_dtype(dtype), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    if quantize is not None and source.dtype == torch.float64:
+        raise ValueError(
+            explain("quantised weights are multiplied in float32", expected="dtype float32, bfloat16 or float16",
+                    got=str(source.dtype))
+        )  # fmt: skip
     folder = dump if dump is not None else os.environ.get("GRAPHSRT_DUMP")
     dump_folder = DumpFolder(Path(folder)) if folder else None
     with _paused_collector():
@@ -102,6 +109,7 @@ def compile(
     without: Iterable[str] = (),
     stop_after: str | None = None,
     experts: str = "tp",
+    quantize: str | None = None,
     strict: bool = False,
     dump: str | os.PathLike | None = None,
     verify: bool = False,
@@ -132,6 +140,8 @@ def compile(
     ``ranks``: None starts ``tp`` processes, or uses the process group of ``torchrun``; ``"simulated"`` runs all ranks
     in this process, eagerly. ``dtype``: of weights and activations (default the model's own); ``kv_dtype``: of cached
     keys and values (default ``dtype``); "fp8" needs their scales, in the checkpoint or in a file ``kv_scales``.
+    ``quantize``: "int8" or "int4" rounds weights of linears to integers as they are loaded (with "int4", those of the
+    head to 8 bits).
     ``backend``: "inductor", or "eager" to run the program node by node; neither stands in for the other.
     ``passes``: the pipeline (default ``graphsrt.passes.PIPELINE`` with the passes of installed packages);
     ``without``: names to leave out, ``NAME:prefill`` or ``NAME:decode`` in that phase only; ``stop_after``: the
@@ -173,13 +183,14 @@ def compile(
         start_building(tp)
     traced = trace(
         model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, passes=passes, without=without,
-        stop_after=stop_after, experts=experts, strict=strict, dump=dump, context_length=context_length,
+        stop_after=stop_after, experts=experts, quantize=quantize, strict=strict, dump=dump,
+        context_length=context_length,
         capture_hidden=capture_hidden, input_embeds=input_embeds, max_tokens_per_step=max_tokens_per_step,
         device=figures_of(device or "cpu"), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     )  # fmt: skip
     source, stages = traced.source, traced.stages
     if verify:
-        chosen = chosen_passes(passes, without, experts, stop_after)
+        chosen = chosen_passes(passes, without, experts, stop_after, quantize)
         _verify(source, tp, chosen, strict).raise_if_bad()
     if source.checkpoint is None:
         return CompiledModel(source, stages, None, None, "a config has no weights")
@@ -217,6 +228,7 @@ def verify(
     passes: Sequence[Pass] | None = None,
     without: Iterable[str] = (),
     experts: str = "tp",
+    quantize: str | None = None,
     strict: bool = True,
 ) -> VerifyReport:
     """Execute every stage on all simulated ranks, in float64, and compare; returns a ``VerifyReport``.
@@ -224,7 +236,7 @@ def verify(
     A miniature of the model is used: its head counts and layer kinds with small widths and random weights.
     """
     _check_tp(tp)
-    return _verify(resolve(model), tp, chosen_passes(passes, without, experts), strict)
+    return _verify(resolve(model), tp, chosen_passes(passes, without, experts, quantize=quantize), strict)
 
 
 def with_cache(
@@ -238,15 +250,28 @@ def with_cache(
 
 
 def chosen_passes(
-    passes: Sequence[Pass] | None, without: Iterable[str], experts: str, stop_after: str | None = None
-) -> list[Pass]:
-    """The passes to run, with how experts are divided bound to the pass that divides them."""
+    passes: Sequence[Pass] | None, without: Iterable[str], experts: str, stop_after: str | None = None,
+    quantize: str | None = None,
+) -> list[Pass]:  # fmt: skip
+    """The passes to run, with how experts are divided, and what weights become, bound to the passes that do it."""
     if experts not in ("tp", "ep"):
         raise ValueError(
             explain("experts are divided by width or by number", expected="'tp' or 'ep'", got=repr(experts))
         )
     chosen = select(with_installed(PIPELINE) if passes is None else passes, without=without, stop_after=stop_after)
-    return bind(chosen, shard_tensor_parallel, experts=experts) if experts != "tp" else chosen
+    if experts != "tp":
+        chosen = bind(chosen, shard_tensor_parallel, experts=experts)
+    return chosen if quantize is None else _quantizing(chosen, quantize, stop_after)
+
+
+def _quantizing(chosen: list[Pass], quantize: str, stop_after: str | None) -> list[Pass]:
+    if quantize not in FORMATS:
+        raise ValueError(explain("no such format of weights", expected=" or ".join(FORMATS), got=repr(quantize)))
+    if stop_after is None and pass_name(quantize_weights) not in map(pass_name, chosen):
+        raise ValueError(
+            explain("weights are to be quantised and no pass does it", expected="quantize_weights among the passes")
+        )
+    return bind(chosen, quantize_weights, to=quantize)
 
 
 # -- the stages --------------------------------------------------------------------------------------------------------

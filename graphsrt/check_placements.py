@@ -20,6 +20,7 @@ from graphsrt import (  # noqa: F401  (their rules register themselves)
     check_rules_experts,
     check_rules_fp8,
     check_rules_fused,
+    check_rules_integer,
     check_rules_latent,
     check_rules_norms,
     check_rules_products,
@@ -40,6 +41,7 @@ from graphsrt.recipes import (
     Fill,
     Mul,
     OnOwner,
+    Quantized,
     Recipe,
     Repeat,
     RopeTable,
@@ -133,7 +135,7 @@ def _differs(recipe: Recipe) -> bool:
             return _differs(x) or _differs(by)
         case DequantFp8(x, scale):
             return _differs(x) or _differs(scale)
-        case Repeat(x):
+        case Repeat(x) | Quantized(x):
             return _differs(x)
         case Cat(parts):
             return any(_differs(part) for part in parts)
@@ -301,6 +303,8 @@ def _read(recipe: Recipe, shape: tuple[int, ...], ranks: int) -> Read:
                     "a stored matrix is not as large as it is taken to be", str(list(whole)), str(list(shape))
                 )
             return _read_whole([(x, whole), (scale, (-1, -1))], ranks)
+        case Quantized(x, part):
+            return _read_quantized(_read(x, (*shape[:1], -1), ranks), part, shape)
         case Repeat(x, dim, _, size):
             if shape[dim] not in (-1, size):
                 raise Refused(f"dim {dim} is repeated to another length", str(shape[dim]), str(size))
@@ -323,6 +327,28 @@ def _read_whole(parts: list[tuple[Recipe, tuple[int, ...]]], ranks: int) -> Read
     if any(_read(part, shape, ranks) != Read() for part, shape in parts):
         raise Refused("a part of a stored matrix that differs from rank to rank", "shards around the whole")
     return Read()
+
+
+def _read_quantized(x: Read, part: str, shape: tuple[int, ...]) -> Read:
+    """Groups of 32 columns may be divided before they are packed, which each rank does with its own."""
+    if x == Read():
+        return x
+    if part not in ("int4", "int4_pairs") or x.once or x.starts or [d for d, _, _ in x.divided] != [1]:
+        raise Refused(f"what {part} is made of differs from rank to rank", "shards around it, or groups of 4 bits")
+    ((_, pieces, size),) = x.divided
+    numbers = [number for piece in pieces for start, length, _ in piece.runs for number in (start, length)]
+    if any(number % 32 for number in (*numbers, size)):
+        raise Refused("a rank has parts of groups of columns", "runs of whole groups of 32", str(pieces))
+    groups = tuple(Piece(tuple((start // 32, n // 32, state) for start, n, state in p.runs)) for p in pieces)
+    if part == "int4":  # two groups share 32 bytes, the last one has them alone
+        wide = -(-groups[0].length // 2) * 32
+        size = wide * len(groups)
+        groups = tuple(Piece(((rank * wide, wide, "own"),)) for rank in range(len(groups)))
+    else:
+        size //= 32
+    if len(shape) < 2 or shape[1] not in (-1, groups[0].length):
+        raise Refused(f"{part} of a rank's columns has another length", str(groups[0].length), str(list(shape)))
+    return Read(((1, groups, size),))
 
 
 def _read_take(x: Read, dim: int, addresses: tuple[str, ...]) -> Read:
@@ -409,6 +435,9 @@ def _leaf_shapes(recipe: Recipe, shape: list[int | None]) -> list[tuple[str, lis
             scales: list[int | None] = [-(-n // size) for n, size in zip(whole, block)]
             inputs = [] if input_scale is None else _leaf_shapes(input_scale, [1, 1])
             return _leaf_shapes(x, list(whole)) + _leaf_shapes(scale, scales) + inputs
+        case Quantized(x, part):
+            columns = {"int8": lambda: shape[1], "int4_pairs": lambda: shape[1] and 32 * shape[1]}
+            return _leaf_shapes(x, [shape[0], columns[part]() if part in columns else None])
         case Repeat(x, dim, times, size):
             return _leaf_shapes(x, [-(-size // times) if d == dim else n for d, n in enumerate(shape)])
         case ShardOf(x, dim, layout):

@@ -312,7 +312,7 @@ def _creator(call: Call) -> Held:
 _MAY_BE_ZEROED = {
     aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default, aten.transpose.int, aten.t.default,
     aten.permute.default, aten.to.dtype, aten._to_copy.default, ops.vocab_embedding, ops_norms.row_sum,
-    ops_norms.sum_of_squares, ops.moe_experts, ops.fp8_linear,
+    ops_norms.sum_of_squares, ops.moe_experts, ops.fp8_linear, ops.int8_linear, ops.int4_linear,
 }  # fmt: skip
 """Operators whose rules look at zeros in place of copies themselves."""
 _MAY_BE_STARTS = {ops.vocab_embedding, ops.moe_experts}

@@ -14,17 +14,17 @@ from graphsrt.program import aten
 @rule(aten.linear.default)
 def _linear(call: Call) -> Held:
     bias = call.args["bias"]
-    return _product(call, "input", "weight", contracted=1, made=0, bias="bias" if bias is not None else None)
+    return product(call, "input", call.of("weight"), contracted=1, made=0, bias="bias" if bias is not None else None)
 
 
 @rule(aten.addmm.default)
 def _addmm(call: Call) -> Held:
-    return _product(call, "mat1", "mat2", contracted=0, made=1, bias="self")
+    return product(call, "mat1", call.of("mat2"), contracted=0, made=1, bias="self")
 
 
 @rule(aten.mm.default)
 def _mm(call: Call) -> Held:
-    return _product(call, "self", "mat2", contracted=0, made=1, bias=None)
+    return product(call, "self", call.of("mat2"), contracted=0, made=1, bias=None)
 
 
 @rule(aten.matmul.default, aten.bmm.default)
@@ -35,7 +35,7 @@ def _matmul(call: Call) -> Held:
     if na < 2 or nb < 2:
         raise Refused("a product with a vector that is not whole", "matrices")
     if nb == 2:
-        return _product(call, "self", right, contracted=0, made=1, bias=None)
+        return product(call, "self", b, contracted=0, made=1, bias=None)
     out = max(na, nb)
     batch = []
     for held, n in ((a, na), (b, nb)):
@@ -49,9 +49,9 @@ def _matmul(call: Call) -> Held:
     return shard(*batch[0])
 
 
-def _product(call: Call, x_name: str, w_name: str, *, contracted: int, made: int, bias: str | None) -> Held:
-    """``x [..., k] @ w``: ``contracted`` and ``made`` are the dims of ``w`` that go and that appear."""
-    x, w = call.of(x_name), call.of(w_name)
+def product(call: Call, x_name: str, w: Held, *, contracted: int, made: int, bias: str | None) -> Held:
+    """``x [..., k] @ w``: ``contracted`` and ``made`` are the dims of what is held of ``w`` that go and that appear."""
+    x = call.of(x_name)
     b = call.of(bias) if bias else None
     last = call.ndim(x_name) - 1
     xp, wp = x.placement, w.placement

@@ -47,6 +47,11 @@ class Experts(StrEnum):
     ep = "ep"
 
 
+class Quantize(StrEnum):
+    int8 = "int8"
+    int4 = "int4"
+
+
 class Phase(StrEnum):
     prefill = "prefill"
     decode = "decode"
@@ -97,6 +102,9 @@ Without = Annotated[
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Of weights and activations; default the model's.")]
 Strict = Annotated[bool, typer.Option("--strict", help="A linear left whole on every rank is an error.")]
 ExpertsOption = Annotated[Experts, typer.Option("--experts", help="ep: whole experts on each rank.")]
+QuantizeOption = Annotated[
+    Quantize | None, typer.Option("--quantize", help="Round weights of linears to integers as they are loaded.")
+]
 ContextLength = Annotated[
     int | None, typer.Option("--context-length", help="Most tokens of a sequence; default the model's.")
 ]
@@ -165,6 +173,7 @@ def run(
     before: PassBefore = None,
     after: PassAfter = None,
     experts: ExpertsOption = Experts.tp,
+    quantize: QuantizeOption = None,
     strict: Strict = False,
     verify: Annotated[bool, typer.Option("--verify", help="First compare every stage on simulated ranks.")] = False,
     dump: DumpDir = None,
@@ -184,8 +193,9 @@ def run(
         model, tp=tp, ranks=ranks and ranks.value, dtype=dtype and dtype.value, backend=backend.value,
         kv_dtype=kv_dtype and kv_dtype.value, kv_scales=kv_scales,
         passes=_pipeline(user_passes, before, after), without=without, experts=experts.value,
-        strict=strict, dump=dump, verify=verify, context_length=context_length, page_size=page_size,
-        prefix_cache=prefix_cache, progress=not rank, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+        quantize=quantize and quantize.value, strict=strict, dump=dump, verify=verify, context_length=context_length,
+        page_size=page_size, prefix_cache=prefix_cache, progress=not rank, trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
     ) as compiled:  # fmt: skip
         texts = prompt or [DEFAULT_PROMPT]
         items = [_with_template(compiled, text, system, chat) for text in texts]
@@ -230,6 +240,7 @@ def inspect(
     before: PassBefore = None,
     pass_after: PassAfterOnly = None,
     experts: ExpertsOption = Experts.tp,
+    quantize: QuantizeOption = None,
     strict: Strict = False,
     dump: DumpDir = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -249,7 +260,7 @@ def inspect(
     source = _model_or_config(model, trust_remote_code)
     traced = trace(
         source, tp=tp, dtype=dtype and dtype.value, passes=_pipeline(user_passes, before, pass_after),
-        without=without, experts=experts.value, strict=strict, dump=dump,
+        without=without, experts=experts.value, quantize=quantize and quantize.value, strict=strict, dump=dump,
         context_length=context_length, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     )  # fmt: skip
     if html is not None:
@@ -294,6 +305,7 @@ def verify(
     before: PassBefore = None,
     after: PassAfter = None,
     experts: ExpertsOption = Experts.tp,
+    quantize: QuantizeOption = None,
     strict: Annotated[bool, typer.Option(help="A linear left whole on every rank is an error.")] = True,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -303,7 +315,7 @@ def verify(
     passes = _pipeline(user_passes, before, after)
     report = verify(
         _model_or_config(model, trust_remote_code), tp=tp, passes=passes, without=without, experts=experts.value,
-        strict=strict,
+        quantize=quantize and quantize.value, strict=strict,
     )  # fmt: skip
     print(report)
     if not report.ok:
@@ -317,6 +329,7 @@ def explain_command(
     tp: Annotated[int, typer.Option("--tp", help="Ranks.")] = 1,
     every: Annotated[bool, typer.Option("--all", help="Identical layers one by one.")] = False,
     dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
     context_length: ContextLength = None,
     without: Without = [],  # noqa: B006
     user_passes: UserPass = [],  # noqa: B006
@@ -330,7 +343,8 @@ def explain_command(
     print(
         explain_model(
             _model_or_config(model, trust_remote_code), name, tp=tp, passes=_pipeline(user_passes, before, after),
-            without=without, every=every, dtype=dtype and dtype.value, context_length=context_length,
+            without=without, every=every, dtype=dtype and dtype.value, quantize=quantize and quantize.value,
+            context_length=context_length,
             trust_remote_code=trust_remote_code,
         )
     )  # fmt: skip
@@ -388,6 +402,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
     dtype: DtypeOption = None,
     experts: ExpertsOption = Experts.tp,
+    quantize: QuantizeOption = None,
     context_length: ContextLength = None,
     page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a KV page.")] = 16,
     without: Without = [],  # noqa: B006
@@ -406,7 +421,7 @@ def plan(
         device=devices.device(device) if device_file is None else devices.read_device(device_file), context=context,
         batch=batch, compare=others, page_size=page_size, passes=_pipeline(user_passes, before, after), without=without,
         dtype=dtype and dtype.value, kv_dtype=kv_dtype and kv_dtype.value, experts=experts.value,
-        context_length=context_length, trust_remote_code=trust_remote_code,
+        quantize=quantize and quantize.value, context_length=context_length, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     print(json.dumps(made.as_dict(), indent=2) if as_json else made)
 
@@ -489,6 +504,9 @@ def bench(
     new: Annotated[int, typer.Option("--new", help="Tokens that a sequence decodes while it is timed.")] = 33,
     starts: Annotated[bool, typer.Option("--starts/--no-starts", help="Also time cold and warm starts.")] = True,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Of weights and activations.")] = Dtype.bfloat16,
+    quantize: Annotated[
+        Quantize | None, typer.Option("--quantize", help="This engine rounds weights of linears to integers.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="All figures as JSON.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="A picture, .png or .svg.")] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -507,7 +525,8 @@ def bench(
     found = bench(
         _model_or_config(model, trust_remote_code), cases, peers=[name for name in peers.split(",") if name],
         pythons=_pairs("--peer-python", peer_python), models=_pairs("--peer-model", peer_model), dtype=dtype.value,
-        threads=threads or len(os.sched_getaffinity(0)), tp=tp, rounds=rounds, new=new, starts=starts,
+        threads=threads or len(os.sched_getaffinity(0)), tp=tp, quantize=quantize and quantize.value, rounds=rounds,
+        new=new, starts=starts,
         told=lambda words: print(words, file=sys.stderr),
     )  # fmt: skip
     if json_file is not None:

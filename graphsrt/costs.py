@@ -318,6 +318,8 @@ FLOPS: dict[Any, tuple[Counter, tuple[str, str]]] = {
     aten.conv1d.default: (_convolution, ("input", "weight")),
     aten.conv2d.default: (_convolution, ("input", "weight")),
     ops.fp8_linear: (_matmul, ("q", "w")),
+    ops.int8_linear: (_matmul, ("x", "q")),
+    ops.int4_linear: (_matmul, ("x", "q")),
     ops.attention: (_attention, ("q", "k")),
     ops.radix_attention: (_attention, ("q", "kv_pool")),
     ops.latent_attention: (_latent_attention, ("q_nope", "latent")),

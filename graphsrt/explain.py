@@ -19,10 +19,10 @@ from typing import Any
 import torch.fx as fx
 
 from graphsrt.errors import explain as explained
-from graphsrt.passes import PIPELINE
+from graphsrt.passes import PIPELINE, quantize_weights
 from graphsrt.passes.plugins import with_installed
 from graphsrt.passes.rewriter import Rewrite, rule_of
-from graphsrt.passes.runner import Pass, Stages, pass_name, run, select
+from graphsrt.passes.runner import Pass, Stages, bind, pass_name, run, select
 from graphsrt.printer import call_text, recipe_text, type_text
 from graphsrt.program import NearMiss, PassReport, Program, Site
 
@@ -49,12 +49,13 @@ def explain_model(
     passes: Sequence[Pass] | None = None,
     without: Iterable[str] = (),
     every: bool = False,
+    quantize: str | None = None,
     **options: Any,
 ) -> str:
     """What ``graphsrt explain`` prints: of a pass by that name, else of a value of the final program."""
     from graphsrt.api import trace
 
-    pipeline = with_installed(PIPELINE) if passes is None else list(passes)
+    pipeline = bind(with_installed(PIPELINE) if passes is None else passes, quantize_weights, to=quantize)
     names = [pass_name(function) for function in pipeline]
     if name in names:
         return explain_pass(model, name, tp=tp, passes=pipeline, without=without, every=every, **options)

@@ -34,6 +34,7 @@ from graphsrt.recipes import (
     DequantFp8,
     Mul,
     OnOwner,
+    Quantized,
     Recipe,
     Repeat,
     ShardOf,
@@ -340,7 +341,7 @@ def _slices(recipe: Recipe, rank: int, ndim: int, window: dict[int, list[tuple[i
         case ShardOf(x, dim, layout, unowned):
             mine = [(r.start, r.start + r.length, r.owned or unowned != "zero") for r in layout.runs[rank]]
             if dim in window or not isinstance(
-                x, (Ckpt, Transpose, Mul, DequantFp8, Repeat, BlockNumbers, ShardOf, Take)
+                x, (Ckpt, Transpose, Mul, DequantFp8, Quantized, Repeat, BlockNumbers, ShardOf, Take)
             ):
                 return _taken(f"({_slices(recipe.x, rank, ndim, {})})", ndim, {**window, dim: mine})
             return _slices(x, rank, ndim, {**window, dim: mine})
@@ -358,6 +359,10 @@ def _slices(recipe: Recipe, rank: int, ndim: int, window: dict[int, list[tuple[i
             return f"mul({_slices(x, rank, ndim, window)}, {_slices(by, rank, 1, along)}, dim={dim})"
         case DequantFp8(x, scale):
             return f"dequant_fp8({_slices(x, rank, ndim, window)}, {recipe_text(scale, short=True)})"
+        case Quantized(x, part):
+            inside = {} if 1 in window else window  # columns are cut from whole rows
+            inner = f'quantized({_slices(x, rank, 2, inside)}, "{part}")'
+            return inner if inside else _taken(inner, ndim, window)
         case Repeat(x, dim, times):
             inner = f"repeat({_slices(x, rank, ndim, {})}, dim={dim}, times={times})"
             return _taken(inner, ndim, window)

@@ -7,6 +7,8 @@ least number of them is 0 and the largest is 15.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     q = ((wide - offset.float()[..., None]) / scale.float()[..., None]).round().clamp(0, 15).to(torch.int32)
     blocks = -(-width // BLOCK)
     padded = torch.nn.functional.pad(q.view(rows, width), (0, blocks * BLOCK - width)).view(rows, blocks, 4, 16)
-    words = (padded << torch.tensor([0, 4, 8, 12])[:, None]).sum(2)
+    words = reduce(torch.bitwise_or, (padded[:, :, s] << (4 * s) for s in range(4)))
     packed = torch.stack((words & 0xFF, words >> 8), dim=-1).to(torch.uint8)  # little-endian
     return packed.view(rows, blocks * BLOCK // 2), torch.stack((scale, offset), dim=-1)
 

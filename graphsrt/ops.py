@@ -481,6 +481,8 @@ from graphsrt.ops_fused_fp8 import rms_norm_quant as rms_norm_quant  # noqa: E40
 from graphsrt.ops_fused_fp8 import rms_norm_static_quant as rms_norm_static_quant  # noqa: E402
 from graphsrt.ops_fused_fp8 import silu_mul_quant as silu_mul_quant  # noqa: E402
 from graphsrt.ops_fused_fp8 import silu_mul_static_quant as silu_mul_static_quant  # noqa: E402
+from graphsrt.ops_integer import int4_linear as int4_linear  # noqa: E402
+from graphsrt.ops_integer import int8_linear as int8_linear  # noqa: E402
 from graphsrt.ops_latent import latent_attention as latent_attention  # noqa: E402
 from graphsrt.ops_latent import radix_latent_attention as radix_latent_attention  # noqa: E402
 from graphsrt.ops_norms import l2_norm as l2_norm  # noqa: E402

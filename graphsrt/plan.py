@@ -184,14 +184,15 @@ def plan(
     dtype: Any = None,
     kv_dtype: Any = None,
     experts: str = "tp",
+    quantize: str | None = None,
     context_length: int | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
     """Plan a model (anything that ``trace`` takes) for ``tp`` ranks, and for those of ``compare`` beside it.
 
     ``context``: tokens of each sequence (default 32768, or the model's if that is less); ``batch``: sequences of a
-    decode step. ``dtype``, ``kv_dtype``, ``experts``, ``passes`` and the rest are those of ``trace``. ValueError for
-    numbers out of range, CompileError if the model cannot be compiled for ``tp`` ranks.
+    decode step. ``dtype``, ``kv_dtype``, ``experts``, ``quantize``, ``passes`` and the rest are those of ``trace``.
+    ValueError for numbers out of range, CompileError if the model cannot be compiled for ``tp`` ranks.
     """
     from graphsrt.api import _kv_dtype, chosen_passes, trace, with_cache
     from graphsrt.passes import scatter_residual
@@ -203,7 +204,7 @@ def plan(
     least = min([tp, batch, page_size, *others, *([context] if context is not None else [])])
     if least < 1:
         raise ValueError(explain("tp, compare, context, batch and page_size must be at least 1", got=str(least)))
-    chosen = chosen_passes(passes, without, experts)
+    chosen = chosen_passes(passes, without, experts, quantize=quantize)
     traced = trace(
         model, dtype=dtype, stop_after="capture", context_length=context_length, trust_remote_code=trust_remote_code
     )

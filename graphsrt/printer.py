@@ -47,6 +47,7 @@ from graphsrt.recipes import (
     Fill,
     Mul,
     OnOwner,
+    Quantized,
     Recipe,
     Repeat,
     RopeTable,
@@ -205,6 +206,8 @@ def recipe_text(recipe: Recipe, *, short: bool = False) -> str:
                 bound = "" if largest is None else f", largest={literal_text(float(largest))}"
                 sizes = "" if short else f", shape={list(shape)}, block={list(block)}"
                 return f"dequant_fp8({text(x)}, {text(scale)}{sizes}, inputs={json.dumps(inputs)}{static}{bound})"
+            case Quantized(x, part):
+                return f"quantized({text(x)}, {json.dumps(part)})"
             case Repeat(x, dim, times, size):
                 return f"repeat({text(x)}, dim={dim}, times={times}, size={size})"
             case BlockNumbers(size, block):
@@ -237,7 +240,7 @@ def recipe_text(recipe: Recipe, *, short: bool = False) -> str:
 
 def derived_module(name: str, target: Any) -> str:
     """The module path that a value's name implies: a projection's name is its module, others add the operator."""
-    if target in (aten.linear.default, aten.embedding.default, ops.fp8_linear):
+    if target in (aten.linear.default, aten.embedding.default, ops.fp8_linear, ops.int8_linear, ops.int4_linear):
         return name
     return name.rpartition(".")[0]
 

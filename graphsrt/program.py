@@ -34,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from graphsrt import ops
 from graphsrt.errors import CompileError, explain
 from graphsrt.placement import Placement
-from graphsrt.recipes import Recipe, localize
+from graphsrt.recipes import Recipe, is_quantized, localize
 
 aten = torch.ops.aten
 Target = Callable[..., Any]
@@ -223,8 +223,8 @@ class Program:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the model: that of its largest weight."""
-        floating = [w for w in self.weights.values() if w.dtype.is_floating_point]
+        """The dtype of the model: that of its largest weight. What stands beside integers has a dtype of its own."""
+        floating = [w for w in self.weights.values() if w.dtype.is_floating_point and not is_quantized(w.recipe)]
         return max(floating, key=lambda w: (len(w.shape) > 1, math.prod(w.shape))).dtype if floating else torch.float32
 
     def calls(self, *targets: Target) -> list[fx.Node]:

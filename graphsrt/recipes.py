@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from graphsrt.integer_weights import to_int4, to_int8
 from graphsrt.placement import Layout, Run
 
 FP8 = torch.float8_e4m3fn
@@ -110,6 +111,29 @@ class DequantFp8(Recipe):
 
 
 @dataclass(frozen=True)
+class Quantized(Recipe):
+    """What of a matrix ``x [N, K]`` is kept when it is rounded to integers as it is loaded: ``part`` of it, a name of
+    :data:`PARTS`. Made of ``x`` as it is stored, or float32 where a recipe has changed it.
+
+    Rows are rounded each by itself, so whoever takes rows takes rows of ``x``. The scale of 8 bits is that of a whole
+    row, so columns of "int8" are cut from whole rows, around it; groups of 4 bits hold 32 columns and are packed 64 at
+    a time, so columns of "int4" are cut before, inside of it.
+    """
+
+    x: Recipe
+    part: str
+
+
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "int8": lambda x: to_int8(x)[0],
+    "int8_scales": lambda x: to_int8(x)[1],
+    "int4": lambda x: to_int4(x)[0],
+    "int4_pairs": lambda x: to_int4(x)[1],
+}
+"""Of ``[N, K]``: int8 ``[N, K]``, float32 ``[N]``; uint8 ``[N, ceil(K / 64) · 32]``, bfloat16 ``[N, K / 32, 2]``."""
+
+
+@dataclass(frozen=True)
 class Repeat(Recipe):
     """Every slice of ``x`` along ``dim`` ``times`` times over, cut to ``size``: scales of blocks, one for each row."""
 
@@ -174,7 +198,7 @@ def leaves(recipe: Recipe) -> Iterator[str]:
     match recipe:
         case Ckpt(name):
             yield name
-        case ShardOf(x) | Take(x) | Transpose(x) | OnOwner(x) | Repeat(x):
+        case ShardOf(x) | Take(x) | Transpose(x) | OnOwner(x) | Repeat(x) | Quantized(x):
             yield from leaves(x)
         case DequantFp8(x, scale, input_scale=input_scale):
             for part in (x, scale, *([] if input_scale is None else [input_scale])):
@@ -202,7 +226,7 @@ def rename(recipe: Recipe, names: Callable[[str], str]) -> Recipe:
             return OnOwner(rename(x, names))
         case Mul(x, by, dim):
             return Mul(rename(x, names), rename(by, names), dim)
-        case Repeat(x):
+        case Repeat(x) | Quantized(x):
             return replace(recipe, x=rename(x, names))
         case DequantFp8(x, scale, input_scale=given):
             inputs = None if given is None else rename(given, names)
@@ -226,7 +250,7 @@ def localize(recipe: Recipe, rank: int, size: int) -> Recipe:
             return Mul(localize(x, rank, size), localize(by, rank, size), dim)
         case DequantFp8(x, scale):
             return replace(recipe, x=localize(x, rank, size), scale=localize(scale, rank, size))
-        case Repeat(x):
+        case Repeat(x) | Quantized(x):
             return replace(recipe, x=localize(x, rank, size))
         case OnOwner(x):
             return x if rank == 0 else Take(x, 0, (f"~0:{size}",), "zero")
@@ -270,6 +294,8 @@ def _evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtyp
             return _times(_evaluate(x, rank, source, dtype), _evaluate(by, rank, source, dtype), dim, dtype)
         case DequantFp8(x):
             return _dequantized(recipe, _evaluate(x, rank, source, FP8), {}, rank, source, dtype)
+        case Quantized(x, part):
+            return _quantized(_evaluate(x, rank, source, torch.float32), part)
         case Repeat(x, dim, times, length):
             return _evaluate(x, rank, source, dtype).repeat_interleave(times, dim).narrow(dim, 0, length)
         case BlockNumbers(length, block):
@@ -305,6 +331,24 @@ def _dequantized(
     return x.to(FP8).to(wide) * scale.to(torch.float32).to(wide)
 
 
+def _quantized(x: torch.Tensor, part: str) -> torch.Tensor:
+    """A few rows at a time: in float32, all of them would be twice what was read, several times over."""
+    rows = max(1, (1 << 20) // max(1, x.shape[1]))
+    return torch.cat([PARTS[part](some) for some in x.split(rows)])
+
+
+def is_quantized(recipe: Recipe) -> bool:
+    """Whether a weight is a part of matrices that are rounded to integers."""
+    match recipe:
+        case Quantized():
+            return True
+        case ShardOf(x) | Take(x):
+            return is_quantized(x)
+        case Cat(parts):
+            return any(map(is_quantized, parts))
+    return False
+
+
 def span(text: str) -> Run:
     """``"0:192"`` or ``"~192:256"`` as a run."""
     start, end = (int(number) for number in text.lstrip("~").split(":"))
@@ -336,6 +380,8 @@ def _take(
         cut = dim == x.dim  # a vector along the dimension that is cut is cut as well
         scale = _take(x.by, 0, runs, unowned, rank, source, dtype) if cut else _evaluate(x.by, rank, source, dtype)
         return _times(_take(x.x, dim, runs, unowned, rank, source, dtype), scale, x.dim, dtype)
+    if isinstance(x, Quantized) and dim == 0:
+        return _quantized(_take(x.x, 0, runs, unowned, rank, source, torch.float32), x.part)
     if isinstance(x, DequantFp8):
         kept = torch.cat([torch.arange(run.start, run.start + run.length) for run in runs])
         return _dequantized(x, _take(x.x, dim, runs, unowned, rank, source, FP8), {dim: kept}, rank, source, dtype)

@@ -28,7 +28,20 @@ from graphsrt.passes.runner import Pass, pass_name, run
 from graphsrt.placement import Partial, Placement, Shard, ShardTokens
 from graphsrt.printer import diff_text, print_program
 from graphsrt.program import Input, NearMiss, Program, Weight
-from graphsrt.recipes import Cat, Ckpt, DequantFp8, Mul, OnOwner, Recipe, Repeat, ShardOf, Take, TensorSource, Transpose
+from graphsrt.recipes import (
+    Cat,
+    Ckpt,
+    DequantFp8,
+    Mul,
+    OnOwner,
+    Quantized,
+    Recipe,
+    Repeat,
+    ShardOf,
+    Take,
+    TensorSource,
+    Transpose,
+)
 from graphsrt.simulate import Values, load, simulate
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.01}
@@ -293,7 +306,7 @@ def _leaf_shapes(
             _leaf_shapes(x, swapped, found, at_least=at_least)
         case OnOwner(x):
             _leaf_shapes(x, shape, found)
-        case DequantFp8() | Repeat():
+        case DequantFp8() | Repeat() | Quantized():
             for name, sizes in whole_shapes(recipe, list(shape)):
                 if None not in sizes:
                     found[name] = tuple(size for size in sizes if size is not None)
@@ -309,7 +322,7 @@ def _leaf_shapes(
 
 def _size_along(part: Recipe, dim: int, found: Mapping[str, tuple[int, ...]]) -> int | None:
     """Local size of one part of a concatenation; None if only another weight or program can tell."""
-    while isinstance(part, Mul):
+    while isinstance(part, (Mul, Quantized)):
         part = part.x
     if isinstance(part, ShardOf) and part.dim == dim:
         return part.layout.local_size

@@ -9,10 +9,12 @@ and not only the logits. NaN is never equal to anything.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,8 +141,10 @@ def verify_stages(
     reference: Reference | None = None
     changing = _changing(passes)
     for name, program in programs:
-        for done in [report.name for report in program.history if report.name in changing]:
-            function = changing.pop(done)
+        for done in [report for report in program.history if report.name in changing]:
+            function = changing.pop(done.name)
+            if "skip" in inspect.signature(function).parameters:  # what it left alone for how it is divided
+                function = partial(function, skip=tuple(miss.node for miss in done.near_misses))
             reference = reference.after(function, source) if reference is not None else None
         sharded = is_sharded(program)
         if not sharded:
@@ -165,10 +169,12 @@ def verify_stages(
 def _changing(passes: Sequence[Any]) -> dict[str, Any]:
     """The passes that change values on purpose, by name: of the pipeline, and of others that were run."""
     from graphsrt.passes import PIPELINE
-    from graphsrt.passes.runner import pass_name
+    from graphsrt.passes.runner import _attribute, pass_name
 
     return {
-        pass_name(function): function for function in [*PIPELINE, *passes] if getattr(function, "changes_values", 0)
+        pass_name(function): function
+        for function in [*PIPELINE, *passes]
+        if _attribute(function, "changes_values", False)
     }
 
 

@@ -24,6 +24,7 @@ def bench(
     dtype: str = "bfloat16",
     threads: int = 2,
     tp: int = 1,
+    quantize: str | None = None,
     rounds: int = 5,
     new: int = 33,
     starts: bool = True,
@@ -32,7 +33,8 @@ def bench(
     """Measure this engine and ``peers`` on a model: a folder, a name, or a config, which gets random weights.
 
     ``pythons``: peer -> the interpreter of the environment that it is installed in (default this one). ``models``: peer
-    -> its own form of the model, such as a GGUF file. ValueError for an unknown peer and for cases that cannot be.
+    -> its own form of the model, such as a GGUF file. ``quantize``: as this engine's ``compile`` has it; peers get the
+    model as it is. ValueError for an unknown peer and for cases that cannot be.
     """
     from graphsrt.api import trace
     from graphsrt.models import smollm2
@@ -51,13 +53,13 @@ def bench(
         if not isinstance(model, str):
             model = random_checkpoint(model, temporary.enter_context(tempfile.TemporaryDirectory()), dtype)
         folder = str(smollm2.model_folder()) if model == "smollm2" else model
-        program = trace(folder, dtype=dtype).program()
-        specs = [EngineSpec(OURS, folder)]
+        program = trace(folder, dtype=dtype, quantize=quantize).program()
+        specs = [EngineSpec(OURS, folder, options=(("quantize", quantize),) if quantize else ())]
         specs += [EngineSpec(name, models.get(name, folder), pythons.get(name, sys.executable)) for name in peers]
         found = measure(
             specs, cases, program, dtype=dtype, threads=threads, tp=tp, rounds=rounds, new=new, starts=starts, told=told
         )
-    found.model = model
+    found.model, found.quantize = model, quantize
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from graphsrt import ops
 from graphsrt.benchmark import ceilings
 from graphsrt.benchmark.engine_process import OURS, EngineError, EngineProcess, EngineSpec, PeakMemory, start_seconds
 from graphsrt.costs import Cost, Sizes, Step, cost
@@ -81,6 +82,8 @@ class Bench:
     dtype: str
     threads: int
     tp: int
+    quantize: str | None = None
+    """What this engine made of the weights."""
     versions: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     read_bandwidth: float = 0.0
@@ -206,9 +209,9 @@ def _measure_ceilings(bench: Bench, program: Program, cases: Iterable[Case], thr
         )  # fmt: skip
         bench.read_bandwidth = ceilings.read_bandwidth(bench.weight_bytes)
         shapes = []
-        for node in program.calls(aten.linear.default):
-            out, width = program.weights[str(arguments(node)["weight"].target)].shape
-            shapes.append((int(out), int(width)))
+        for node in program.calls(aten.linear.default, ops.int8_linear, ops.int4_linear):
+            x = next(iter(arguments(node).values()))
+            shapes.append((int(node.meta["val"].shape[-1]), int(x.meta["val"].shape[-1])))
         tokens = max([c.tokens for c in cases if isinstance(c, Prefill)], default=512)
         # Some processors multiply numbers of 16 bits only by detours: the ceiling is what is fastest here.
         dtypes = {getattr(torch, bench.dtype), torch.float32}

@@ -14,7 +14,8 @@ from graphsrt.errors import explain
 def text(bench: Bench) -> str:
     """Tables in Markdown: times and ratios by case, starts, memory, and what failed."""
     engines = list(bench.versions)
-    lines = [f"{bench.model}, {bench.dtype}, tp={bench.tp}, {bench.threads} threads"]
+    ours = f", {OURS} with {bench.quantize} weights" if bench.quantize else ""
+    lines = [f"{bench.model}, {bench.dtype}{ours}, tp={bench.tp}, {bench.threads} threads"]
     lines += [f"{name}: {version}" for name, version in bench.versions.items()]
     lines += [
         f"ceilings: {bench.read_bandwidth / 1e9:.1f} GB/s read, over {bench.weight_bytes / 1e6:,.0f} MB; "
@@ -87,7 +88,8 @@ def plot(bench: Bench, file: Path) -> None:
     axes.set_yticks([row + 0.4 - height / 2 for row in range(len(bench.cases))], [t.case.name for t in bench.cases])
     axes.invert_yaxis()
     axes.set_xlabel(f"speed, {OURS} = 1")
-    axes.set_title(f"{bench.model}, {bench.dtype}, {bench.threads} threads", fontsize=9)
+    ours = f", {OURS} with {bench.quantize} weights" if bench.quantize else ""
+    axes.set_title(f"{bench.model}, {bench.dtype}{ours}, {bench.threads} threads", fontsize=9)
     axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(file)

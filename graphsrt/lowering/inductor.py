@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphsrt import ops
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.kernels import linear
 from graphsrt.lowering.regions import Formal, Region
@@ -43,7 +44,9 @@ OPTIONS: dict[str, Any] = {
 }
 """Inductor's options; a part of every cache key."""
 
-INSTEAD = {"aten.linear": linear.linear}
+INSTEAD = {
+    "aten.linear": linear.linear, "graphsrt.int8_linear": ops.int8_linear, "graphsrt.int4_linear": ops.int4_linear,
+}  # fmt: skip
 """Operators for which regions call a kernel of ours."""
 
 LARGE = 1 << 60  # a bound for symbolic sizes, so that no symbolic expression of them overflows

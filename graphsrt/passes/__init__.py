@@ -16,6 +16,7 @@ from graphsrt.passes.merge_qkv import merge_qkv
 from graphsrt.passes.normalize import normalize
 from graphsrt.passes.page_attention import page_attention
 from graphsrt.passes.quantize_linears import quantize_linears
+from graphsrt.passes.quantize_weights import quantize_weights
 from graphsrt.passes.recognize_gated_mlp import recognize_gated_mlp
 from graphsrt.passes.recognize_l2_norm import recognize_l2_norm
 from graphsrt.passes.recognize_latent_attention import recognize_latent_attention
@@ -42,6 +43,7 @@ PIPELINE: list[Callable[..., int]] = [
     merge_qkv,
     merge_gate_up,
     quantize_linears,
+    quantize_weights,
     page_attention,
     select_logit_rows,
     scatter_logits,

@@ -3,8 +3,9 @@
 Around each pass: fake shapes of new values, lint, placements checked by ``check_placements``, what must not change
 (``keeping.py``), timing, provenance, counting against the pass's own expectation, near misses, dumps, and a reproducer
 when it fails. A pass is a callable that takes a program and returns how many rewrites it made; ``expect`` (a function
-of the program before it) may be an attribute of it, and ``phase``: ``"prefill"`` or ``"decode"``, where it runs in that
-phase alone. Configuration is bound in the list with ``functools.partial``.
+of the program before it, and of those options of the pass that it has parameters for) may be an attribute of it, and
+``phase``: ``"prefill"`` or ``"decode"``, where it runs in that phase alone. Configuration is bound in the list with
+``functools.partial``.
 """
 
 from __future__ import annotations
@@ -415,7 +416,11 @@ def _refuse_replicated(report: PassReport) -> None:
 
 
 def _expectation(function: Pass) -> Callable[[Program], int] | None:
-    return _attribute(function, "expect", None)
+    wanted, bound = _attribute(function, "expect", None), _bound(function)
+    if wanted is None or not bound:
+        return wanted
+    accepted = _parameters(wanted)
+    return functools.partial(wanted, **{name: value for name, value in bound.items() if name in accepted})
 
 
 def _attribute(function: Pass, name: str, default: Any) -> Any:

@@ -21,7 +21,9 @@ from graphsrt.placement import R
 from graphsrt.program import Input, NearMiss, Program, arguments, aten
 
 _PAGED = (ops.radix_attention, ops.radix_latent_attention)
-_ROWWISE = {aten.linear.default, aten.to.dtype, ops.rms_norm, ops.glu, ops.all_reduce}
+_ROWWISE = {
+    aten.linear.default, ops.int8_linear, ops.int4_linear, aten.to.dtype, ops.rms_norm, ops.glu, ops.all_reduce,
+}  # fmt: skip
 _ROWWISE_ALONG_OTHER_DIMS = {aten.slice.Tensor, ops.all_gather, aten.softmax.int}
 
 

@@ -83,11 +83,11 @@ def _make(
 
 @dataclass
 class _Block:
-    """One read of a recipe: a box of a stored tensor, filled piece by piece."""
+    """One read of recipes: a box of a stored tensor, filled piece by piece."""
 
-    weight: str
     name: str
     box: Box
+    weights: set[str] = field(default_factory=set)  # that are still to be made of it
     missing: int = field(init=False)
     data: torch.Tensor | None = None
 
@@ -154,26 +154,29 @@ def _stream(
     progress: Progress | None, collectives: ProcessCollectives | None,
 ) -> tuple[dict[str, torch.Tensor], tuple[int, ...], int, int]:  # fmt: skip
     """The weights, the ranks of this machine, and bytes read by this rank and by all of the machine."""
-    blocks = {name: _reads(program, rank, name, source, bottom) for name in program.weights}
-    wanted: dict[str, list[Box]] = {}
-    for block in (block for own in blocks.values() for block in own):
-        wanted.setdefault(block.name, []).append(block.box)
+    known: dict[tuple[str, Box], _Block] = {}  # integers and their scales read one matrix
+    blocks = {name: _reads(program, rank, name, source, bottom, known) for name in program.weights}
+    waiting: dict[str, list[_Block]] = {}
+    for block in known.values():
+        waiting.setdefault(block.name, []).append(block)
+    wanted = {name: [block.box for block in own] for name, own in waiting.items()}
     node, nodes, all_wanted = _neighbours(rank, bottom, wanted, collectives)
     made: dict[str, torch.Tensor] = {}
 
     def make_if_ready(name: str) -> None:
         if name not in made and not any(block.missing for block in blocks[name]):
-            made[name] = _make(program, rank, name, source.over(_Arrived(bottom, blocks[name])), device)
+            shared = any(len(block.weights) > 1 for block in blocks[name])
+            arrived = source.over(_Arrived(bottom, blocks[name]))
+            made[name] = _make(program, rank, name, arrived, device, copy=shared)
             for block in blocks[name]:
-                block.data = None
+                block.weights.discard(name)
+                if not block.weights:
+                    block.data = None
             if progress is not None:
                 progress(len(made), len(program.weights), name)
 
     for name in program.weights:
         make_if_ready(name)
-    waiting: dict[str, list[_Block]] = {}
-    for block in (block for own in blocks.values() for block in own):
-        waiting.setdefault(block.name, []).append(block)
     chunks = plan(bottom, all_wanted)
     read = sum(file.header_bytes for file in bottom.files)
     slots = shared_slots(node, SLOT_BYTES) if chunks else []
@@ -199,20 +202,28 @@ def _stream(
             jobs = begin(number + 1)
             for piece in chunk:
                 for block in _fill(piece, slots[number % 2], waiting.get(piece.name, ()), bottom.dtype(piece.name)):
-                    make_if_ready(block.weight)
+                    for name in sorted(block.weights):
+                        make_if_ready(name)
     bottom.bytes_read += read
     bottom.close()
     in_node = read if node is None else sum(node.gather_objects(read))
     return {name: made[name] for name in program.weights}, nodes, read, in_node
 
 
-def _reads(program: Program, rank: int, name: str, source: Checkpoint, bottom: SafetensorsCheckpoint) -> list[_Block]:
+def _reads(
+    program: Program, rank: int, name: str, source: Checkpoint, bottom: SafetensorsCheckpoint,
+    known: dict[tuple[str, Box], _Block],
+) -> list[_Block]:  # fmt: skip
+    """What a weight is made of, in the order in which it asks; two weights that read the same share it."""
     recipe = program.weights[name].recipe
     asked = _Asked(bottom)
     if any(True for _ in leaves(recipe)):
         with torch.device("meta"):
             evaluate(recipe, rank, source.over(asked), program.weights[name].dtype)
-    return [_Block(name, stored, box) for stored, box in asked.reads]
+    own = [known.setdefault(read, _Block(*read)) for read in asked.reads]
+    for block in own:
+        block.weights.add(name)
+    return own
 
 
 def _fill(piece: Piece, slot: torch.Tensor, blocks: list[_Block] | tuple[()], dtype: torch.dtype) -> list[_Block]:

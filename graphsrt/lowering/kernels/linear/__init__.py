@@ -1,8 +1,8 @@
 """Products of activations and weights on the CPU, with weights read as they are stored and summed in float32.
 
 ``dense_linear`` is ``torch.nn.functional.linear`` for matrices of float32, bfloat16 and float16. Regions call it
-in place of ``aten.linear``, directly: compiled code finds the C function of the library that :func:`load` puts
-into the process.
+in place of ``aten.linear``, and ``int8_linear`` and ``int4_linear`` in place of their references, directly: compiled
+code finds the C functions of the library that :func:`load` puts into the process.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from graphsrt import ops
 from graphsrt.lowering.kernels.build import build_library
 from graphsrt.ops import _library
 
@@ -25,14 +26,18 @@ _library.impl("dense_linear", lambda x, w, bias=None: F.linear(x, w, bias), "Com
 torch.library.register_fake(
     "graphsrt::dense_linear", lambda x, w, bias=None: x.new_empty((*x.shape[:-1], w.shape[0])), lib=_library
 )
-_library.define("int4_linear(Tensor x, Tensor q, Tensor pairs, Tensor? bias=None) -> Tensor")
 dense_linear = torch.ops.graphsrt.dense_linear.default
 
+
+def _shim(name: str, *tensors: str) -> list[str]:
+    given = ", ".join(f"AtenTensorHandle {tensor}" for tensor in ("x", *tensors))
+    return [f"AOTITorchError aoti_torch_cpu_{name}({given}, AtenTensorHandle* bias, AtenTensorHandle* result)"]
+
+
 SHIMS = {
-    dense_linear: [
-        "AOTITorchError aoti_torch_cpu_dense_linear(AtenTensorHandle x, AtenTensorHandle w, AtenTensorHandle* bias, "
-        "AtenTensorHandle* result)"
-    ]
+    dense_linear: _shim("dense_linear", "w"),
+    ops.int8_linear: _shim("int8_linear", "q", "scales"),
+    ops.int4_linear: _shim("int4_linear", "q", "pairs"),
 }
 """Operator -> declaration of the C function that compiled regions call for it."""
 
