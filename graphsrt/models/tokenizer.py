@@ -75,7 +75,7 @@ class LateTokenizer:
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         """``{"input_ids": …}`` of a text, special tokens of the tokenizer's own template included."""
-        return {"input_ids": list((self._inner.encode(text).ids if self._inner else self.whole(text)["input_ids"]))}
+        return {"input_ids": list(self._inner.encode(text).ids if self._inner else self.whole(text)["input_ids"])}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids."""
