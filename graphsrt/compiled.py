@@ -89,9 +89,12 @@ class Traced:
 
     def summary(self) -> str:
         """The pass table, weight bytes of a rank, KV bytes of a token, and what was compiled."""
-        from graphsrt.summary import facts_text
+        if self._kept is not None:
+            facts = self._kept.summary
+        else:
+            from graphsrt.summary import facts_text
 
-        facts = facts_text(self.stages) if self._kept is None else self._kept.summary
+            facts = facts_text(self.stages)
         return facts if self.compile_stats is None else f"{facts}\ncompiled            {self.compile_stats}"
 
 
