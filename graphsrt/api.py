@@ -11,22 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphsrt.capture import capture, check_config, hidden_indices
-from graphsrt.check_placements import _leaf_shapes
+from graphsrt import program_cache
 from graphsrt.compiled import CompiledModel, Traced
 from graphsrt.devices import DEFAULT, Device, figures_of
-from graphsrt.dump import DumpFolder
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.kernels.beforehand import start_building
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
-from graphsrt.models.on_meta import on_meta
-from graphsrt.models.quantization.kv_cache import cache_scales
-from graphsrt.models.quantization.recipes import mark_stored
-from graphsrt.models.source import ModelSource, resolve
-from graphsrt.passes import PIPELINE, page_attention, quantize_weights, scatter_residual, shard_tensor_parallel
-from graphsrt.passes.plugins import with_installed
-from graphsrt.passes.quantize_weights import FORMATS
-from graphsrt.passes.runner import Pass, Stages, bind, pass_name, run_phases, select
 from graphsrt.program import Program
 from graphsrt.recipes import FP8, rename
 from graphsrt.runtime.agreement import COMPARE_EVERY
@@ -38,7 +28,11 @@ from graphsrt.runtime.size_compiler import SizeCompiler
 from graphsrt.runtime.start import Bar, RankOptions, group_size, start_ranks
 from graphsrt.runtime.waiting_line import Policy, WaitingLine
 
+# What captures models and rewrites programs is imported where it is called: it brings transformers, sympy and Dynamo,
+# which a warm start has no use for.
 if TYPE_CHECKING:
+    from graphsrt.models.source import ModelSource
+    from graphsrt.passes.runner import Pass, Stages
     from graphsrt.verification import VerifyReport
 
 DTYPES = {
@@ -74,6 +68,11 @@ def trace(
 
     ``device``: whose figures decide from how many tokens on a fusion pays, by its name in ``graphsrt.devices``.
     """
+    from graphsrt.dump import DumpFolder
+    from graphsrt.models.source import resolve
+    from graphsrt.passes import scatter_residual
+    from graphsrt.passes.runner import bind, run_phases
+
     _check_tp(tp)
     chosen = chosen_passes(passes, without, experts, stop_after, quantize)
     chosen = bind(chosen, scatter_residual, device=device, max_tokens=max_tokens_per_step)
@@ -92,7 +91,7 @@ def trace(
         program = _capture(source, tp, context_length, capture_hidden, input_embeds)
         chosen = with_cache(chosen, source, program, cached, kv_scales)
         stages = run_phases(program, chosen, strict=strict, dump=dump_folder, limits=limits)
-    return Traced(source, stages)
+    return Traced(lambda: (source, stages))
 
 
 def compile(
@@ -181,37 +180,52 @@ def compile(
     tp = tp if tp is not None else (group if group and ranks is None else 1)
     if (device or "cpu") == "cpu" and ranks is None:
         start_building(tp)
-    traced = trace(
-        model, tp=tp, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, passes=passes, without=without,
+    traced_with = dict(
+        tp=tp, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, passes=passes, without=without,
         stop_after=stop_after, experts=experts, quantize=quantize, strict=strict, dump=dump,
-        context_length=context_length,
-        capture_hidden=capture_hidden, input_embeds=input_embeds, max_tokens_per_step=max_tokens_per_step,
-        device=figures_of(device or "cpu"), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+        context_length=context_length, capture_hidden=capture_hidden, input_embeds=input_embeds,
+        max_tokens_per_step=max_tokens_per_step, device=figures_of(device or "cpu"),
+        trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
     )  # fmt: skip
-    source, stages = traced.source, traced.stages
-    if verify:
-        chosen = chosen_passes(passes, without, experts, stop_after, quantize)
-        _verify(source, tp, chosen, strict).raise_if_bad()
-    if source.checkpoint is None:
-        return CompiledModel(source, stages, None, None, "a config has no weights")
-    program = with_checkpoint_names(stages, source)
-    if "logit_rows" not in program.inputs:
-        return CompiledModel(source, stages, None, None, "page_attention and select_logit_rows did not run")
-    phases = Phases(program, stages.prefill.final if stages.prefill else None)
+    kind = torch.device(device or "cpu").type
+    place = None if verify else program_cache.place_of(model, traced_with, kind)
+    kept = None if place is None else program_cache.find(place)
+    if kept is not None:
+        traced = Traced(lambda: _traced_again(model, traced_with), kept)
+        phases, checkpoint = kept.phases(whole=ranks == "simulated"), kept.checkpoint()
+        tokenizer, eos_token_ids, in_memory = kept.tokenizer(), kept.eos_token_ids, False
+    else:
+        traced = trace(model, **traced_with)  # type: ignore[arg-type]
+        source, stages = traced.source, traced.stages
+        if verify:
+            chosen = chosen_passes(passes, without, experts, stop_after, quantize)
+            _verify(source, tp, chosen, strict).raise_if_bad()
+        if source.checkpoint is None:
+            return CompiledModel(traced, None, None, "a config has no weights")
+        program = with_checkpoint_names(stages, source)
+        if "logit_rows" not in program.inputs:
+            return CompiledModel(traced, None, None, "page_attention and select_logit_rows did not run")
+        phases, checkpoint = Phases(program, stages.prefill.final if stages.prefill else None), source.checkpoint
+        tokenizer, eos_token_ids, in_memory = source.tokenizer, source.eos_token_ids, source.module is not None
+        if place is not None:
+            program_cache.keep(place, source, stages, phases, kind)
+    program = phases.decode
     sizes = _sizes(program, page_size, max_total_tokens, max_running, max_tokens_per_step)
     stats = None
     if backend == "inductor" and ranks != "simulated":
         stats = _compile_once(phases, group, progress)
     options = RankOptions(backend, device or "cpu", group, threads_per_rank, stall_timeout, compare_every, progress)
-    executor = start_ranks(source, phases, sizes, tp, options, simulated=ranks == "simulated")
+    executor = start_ranks(
+        checkpoint, phases, sizes, tp, options, in_memory=in_memory, simulated=ranks == "simulated"
+    )  # fmt: skip
     engine = Engine(
-        executor, source.tokenizer, source.eos_token_ids, sizes.context_length, sizes.num_pages, page_size,
+        executor, tokenizer, eos_token_ids, sizes.context_length, sizes.num_pages, page_size,
         vocab_size=program.constants["vocab_size"], max_running=sizes.max_running,
         max_tokens_per_step=max_tokens_per_step, prefix_cache=prefix_cache, policy=policy, max_queue=max_queue,
         concat=torch.cat, embeds_width=_embeds_width(program),
         sizes=SizeCompiler.of(program, sizes.max_running) if compile_effort == "max" and stats is not None else None,
     )  # fmt: skip
-    compiled = CompiledModel(source, stages, engine, executor)
+    compiled = CompiledModel(traced, engine, executor)
     compiled.compile_stats = stats
     return compiled
 
@@ -235,6 +249,8 @@ def verify(
 
     A miniature of the model is used: its head counts and layer kinds with small widths and random weights.
     """
+    from graphsrt.models.source import resolve
+
     _check_tp(tp)
     return _verify(resolve(model), tp, chosen_passes(passes, without, experts, quantize=quantize), strict)
 
@@ -243,6 +259,10 @@ def with_cache(
     chosen: Sequence[Pass], source: ModelSource, captured: Program, kv_dtype: torch.dtype | None, kv_scales: Any = None
 ) -> list[Pass]:
     """The passes, with what the cache is kept in bound to the one that makes it."""
+    from graphsrt.models.quantization.kv_cache import cache_scales
+    from graphsrt.passes import page_attention
+    from graphsrt.passes.runner import bind
+
     if kv_dtype is None:
         return list(chosen)
     scales = cache_scales(source, captured, kv_scales) if kv_dtype == FP8 else None
@@ -254,6 +274,10 @@ def chosen_passes(
     quantize: str | None = None,
 ) -> list[Pass]:  # fmt: skip
     """The passes to run, with how experts are divided, and what weights become, bound to the passes that do it."""
+    from graphsrt.passes import PIPELINE, shard_tensor_parallel
+    from graphsrt.passes.plugins import with_installed
+    from graphsrt.passes.runner import bind, select
+
     if experts not in ("tp", "ep"):
         raise ValueError(
             explain("experts are divided by width or by number", expected="'tp' or 'ep'", got=repr(experts))
@@ -265,6 +289,10 @@ def chosen_passes(
 
 
 def _quantizing(chosen: list[Pass], quantize: str, stop_after: str | None) -> list[Pass]:
+    from graphsrt.passes import quantize_weights
+    from graphsrt.passes.quantize_weights import FORMATS
+    from graphsrt.passes.runner import bind, pass_name
+
     if quantize not in FORMATS:
         raise ValueError(explain("no such format of weights", expected=" or ".join(FORMATS), got=repr(quantize)))
     if stop_after is None and pass_name(quantize_weights) not in map(pass_name, chosen):
@@ -298,6 +326,10 @@ def _paused_collector() -> Iterator[None]:
 def _capture(
     source: ModelSource, tp: int, context_length: int | None, hidden: Sequence[int] = (), input_embeds: bool = False
 ) -> Program:
+    from graphsrt.capture import capture, check_config, hidden_indices
+    from graphsrt.models.on_meta import on_meta
+    from graphsrt.models.quantization.recipes import mark_stored
+
     limit = source.context_length
     length = context_length if context_length is not None else limit
     if length is None:
@@ -314,8 +346,17 @@ def _capture(
     return program
 
 
+def _traced_again(model: Any, options: dict[str, Any]) -> tuple[ModelSource, Stages]:
+    """What a warm start did without, for somebody who wants to look at it."""
+    traced = trace(model, **options)
+    with_checkpoint_names(traced.stages, traced.source)
+    return traced.source, traced.stages
+
+
 def with_checkpoint_names(stages: Stages, source: ModelSource) -> Program:
     """Settle which checkpoint tensor every parameter comes from; all missing and left-over tensors are one error."""
+    from graphsrt.check_placements import _leaf_shapes
+
     captured = stages.programs[0][1]
     expected: dict[str, tuple[int, ...]] = {
         leaf: tuple(size for size in shape if size is not None)

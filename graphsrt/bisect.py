@@ -82,7 +82,7 @@ def bisect_numbers(
     model: Any, *, tp: int = 1, passes: Sequence[Pass] | None = None, without: Iterable[str] = ()
 ) -> Bisection:
     """Find what changes the numbers of a model (its miniature, as ``verify`` uses it) on simulated ranks."""
-    from graphsrt.api import resolve
+    from graphsrt.models.source import resolve
     from graphsrt.verification import small_program
 
     source = resolve(model)

@@ -1,4 +1,4 @@
-"""Where graphsrt keeps what it can make again: converted models, compiled regions."""
+"""Where graphsrt keeps what it can make again: converted models, traced programs, compiled regions."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_PROMPT = "What is the capital of France?"
 CACHE_KINDS = {
     "models": "converted models",
+    "programs": "traced programs",
     "regions": "compiled regions of programs",
     "kernels": "compiled C++ kernels",
 }
@@ -543,7 +544,7 @@ def cache(
     kinds: Annotated[list[str], typer.Argument(metavar="[KIND]...", help=f"{', '.join(CACHE_KINDS)}")] = [],  # noqa: B006
     clear: Annotated[bool, typer.Option("--clear", help="Remove what is listed.")] = False,
 ) -> None:
-    """List or clear converted models and compiled code."""
+    """List or clear converted models, traced programs and compiled code."""
     from graphsrt.cache import cache_dir
 
     for kind in kinds:

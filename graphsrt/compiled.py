@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from graphsrt.errors import explain
 from graphsrt.lowering.region_cache import CompileStats
-from graphsrt.models.source import ModelSource
-from graphsrt.passes.runner import Stages
+from graphsrt.models.tokenizer import LateTokenizer
 from graphsrt.printer import diff_text
 from graphsrt.program import Program
+from graphsrt.program_cache import Kept
 from graphsrt.runtime.background import BackgroundSteps
 from graphsrt.runtime.drafter import Drafter
 from graphsrt.runtime.engine import Engine
@@ -24,7 +25,10 @@ from graphsrt.runtime.prompts import Prompt, Timeouts, as_list
 from graphsrt.runtime.results import Generation, StreamEvent
 from graphsrt.runtime.sampling_params import SamplingParams
 from graphsrt.runtime.stream import Stream
-from graphsrt.summary import summary_text
+
+if TYPE_CHECKING:
+    from graphsrt.models.source import ModelSource
+    from graphsrt.passes.runner import Stages
 
 T = TypeVar("T")
 
@@ -32,10 +36,24 @@ T = TypeVar("T")
 class Traced:
     """A model's program at every stage, without weights. ``compile`` returns a :class:`CompiledModel`, which is one."""
 
-    def __init__(self, source: ModelSource, stages: Stages):
-        self.source = source
-        self.stages = stages
+    def __init__(self, trace: Callable[[], tuple[ModelSource, Stages]], kept: Kept | None = None):
+        """``trace``: called when first needed. ``kept``: what an earlier start left, so that it may not be needed."""
+        self._trace, self._kept = trace, kept
         self.compile_stats: CompileStats | None = None
+
+    @cached_property
+    def _traced(self) -> tuple[ModelSource, Stages]:
+        return self._trace()
+
+    @property
+    def source(self) -> ModelSource:
+        """The model before capture."""
+        return self._traced[0]
+
+    @property
+    def stages(self) -> Stages:
+        """The programs after every pass; after a warm start they are traced now."""
+        return self._traced[1]
 
     def program(self, after: str | None = None, *, phase: str | None = None, rank: int | None = None) -> Program:
         """The final program, or the one after the named pass (``"capture"`` for the first).
@@ -44,14 +62,17 @@ class Traced:
         is for prefill alone. ``rank``: a copy in that rank's own terms: local sizes, and recipes that name the very
         slices it reads. ValueError for an unknown pass, phase or rank.
         """
-        stages = self.stages_of(phase)
-        program = stages.final if after is None else stages.after(after)
+        _check_phase(phase)
+        if after is None and self._kept is not None:
+            program = self._kept.program(phase)
+        else:
+            stages = self.stages_of(phase)
+            program = stages.final if after is None else stages.after(after)
         return program if rank is None else program.localized(rank)
 
     def stages_of(self, phase: str | None = None) -> Stages:
         """The stages of a phase, "decode" by default. ValueError for an unknown phase."""
-        if phase not in (None, "prefill", "decode"):
-            raise ValueError(explain("no such phase", expected="'prefill' or 'decode'", got=repr(phase)))
+        _check_phase(phase)
         return self.stages.prefill or self.stages if phase == "prefill" else self.stages
 
     def diff(self, name: str, *, phase: str | None = None) -> str:
@@ -68,7 +89,18 @@ class Traced:
 
     def summary(self) -> str:
         """The pass table, weight bytes of a rank, KV bytes of a token, and what was compiled."""
-        return summary_text(self.stages, self.compile_stats)
+        if self._kept is not None:
+            facts = self._kept.summary
+        else:
+            from graphsrt.summary import facts_text
+
+            facts = facts_text(self.stages)
+        return facts if self.compile_stats is None else f"{facts}\ncompiled            {self.compile_stats}"
+
+
+def _check_phase(phase: str | None) -> None:
+    if phase not in (None, "prefill", "decode"):
+        raise ValueError(explain("no such phase", expected="'prefill' or 'decode'", got=repr(phase)))
 
 
 class CompiledModel(Traced):
@@ -78,10 +110,8 @@ class CompiledModel(Traced):
     ``torchrun``, where all ranks must make the same calls, one thread at a time, and no streams and coroutines.
     """
 
-    def __init__(
-        self, source: ModelSource, stages: Stages, engine: Engine | None, executor: Any, why_no_engine: str = ""
-    ):
-        super().__init__(source, stages)
+    def __init__(self, traced: Traced, engine: Engine | None, executor: Any, why_no_engine: str = ""):
+        super().__init__(lambda: traced._traced, traced._kept)
         self.engine = engine
         self._executor = executor
         self._why_no_engine = why_no_engine
@@ -91,7 +121,10 @@ class CompiledModel(Traced):
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer; ValueError if it has none."""
-        return self.source.require_tokenizer()
+        tokenizer = None if self.engine is None else self.engine.intake.tokenizer
+        if isinstance(tokenizer, LateTokenizer):
+            return tokenizer.whole
+        return self.source.require_tokenizer() if tokenizer is None else tokenizer
 
     def generate(
         self,

@@ -344,6 +344,22 @@ def diff_text(
     return "".join(difflib.unified_diff(lines(before), lines(after), name_before, name_after, n=context))
 
 
+def strides_of(program: Program) -> dict[str, Any]:
+    """What a program's types do not say: strides of values that are not contiguous, symbols by name; of a tuple, a
+    list with None for the contiguous ones."""
+
+    def strides(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            found = [strides(item) for item in value]
+            return found if any(item is not None for item in found) else None
+        if value is None or value.is_contiguous():
+            return None
+        return [program.shapes.name(stride) for stride in value.stride()]
+
+    found = {node.name: strides(node.meta["val"]) for node in program.nodes}
+    return {name: item for name, item in found.items() if item is not None}
+
+
 def parse_program(text: str) -> Program:
     """The inverse of :func:`print_program`; see :mod:`graphsrt.text_parser`."""
     from graphsrt.text_parser import parse_program as parse

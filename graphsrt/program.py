@@ -24,12 +24,11 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from graphsrt import ops
 from graphsrt.errors import CompileError, explain
@@ -107,13 +106,23 @@ class Shapes:
     """Shape inference: one fake-tensor mode in which the symbols ``T``, ``B``, ``R`` are the same everywhere."""
 
     def __init__(self) -> None:
-        self.env = ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=False)
         self._tensors: dict[tuple, torch.Tensor] = {}
         self._results: dict[tuple, Any] = {}
         self._interned: dict[tuple, torch.Tensor] = {}
         self._dims: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
+
+    @cached_property
+    def env(self) -> Any:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # seconds: it brings sympy and Dynamo along
+
+        return ShapeEnv()
+
+    @cached_property
+    def mode(self) -> Any:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        return FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=False)
 
     def dim(self, size: int | str) -> Any:
         """An int as it is, or the symbolic integer of that name (at least 2 while tracing; 1 is checked by tests)."""
@@ -125,6 +134,7 @@ class Shapes:
             self._names[self._dims[size].node.expr] = size
         if size not in self._dims:
             from torch._dynamo.source import ConstantSource
+            from torch.fx.experimental.symbolic_shapes import DimDynamic
 
             hint = 1009 + 2 * len(self._dims)  # distinct, larger than any model dimension in small tests
             symbol = self.env.create_symbol(hint, ConstantSource(size), dynamic_dim=DimDynamic.DYNAMIC)
@@ -167,7 +177,7 @@ class Shapes:
 
     def name(self, size: Any) -> int | str:
         """The inverse of :meth:`dim`; other expressions are printed with the symbols' names."""
-        if isinstance(size, int):
+        if isinstance(size, (int, str)):
             return size
         expression = size.node.expr
         if expression.is_Integer:
@@ -188,10 +198,39 @@ class Shapes:
                 self.dim(f"{name}/{ranks}")
 
 
+@dataclass(frozen=True)
+class Declared:
+    """A value of which no more is known than what was written down: in place of a fake tensor, as far as running goes.
+
+    Symbols and expressions of them stand as their text. ``strides``: None for a contiguous tensor.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    strides: tuple[int | str, ...] | None = None
+
+    def is_contiguous(self) -> bool:
+        return self.strides is None
+
+    def stride(self) -> tuple[int | str, ...]:
+        assert self.strides is not None, "strides of a contiguous value follow from its shape"
+        return self.strides
+
+
+class DeclaredShapes(Shapes):
+    """Shapes of a program that is run and never changed: its values are :class:`Declared`, and nothing is inferred."""
+
+    def tensor(self, shape: Iterable[int | str], dtype: torch.dtype) -> Any:
+        return Declared(tuple(shape), dtype)
+
+    def result(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        raise AssertionError("a program that was read to be run cannot be changed: parse it with Program.from_text")
+
+
 class Program:
     """One functional FX graph and what belongs to it; see the module's docstring."""
 
-    def __init__(self, name: str, *, mesh: dict[str, int] | None = None):
+    def __init__(self, name: str, *, mesh: dict[str, int] | None = None, shapes: Shapes | None = None):
         self.name = name
         self.graph = fx.Graph()
         self.inputs: dict[str, Input] = {}
@@ -200,7 +239,7 @@ class Program:
         self.constants: dict[str, int] = {}
         """Facts of the model that the runtime needs: ``context_length``, ``vocab_size``, ``num_layers``, ..."""
         self.history: list[PassReport] = []
-        self.shapes = Shapes()
+        self.shapes = shapes or Shapes()
         self._weight_nodes: dict[str, fx.Node] = {}
 
     # -- reading -------------------------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ def _evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtyp
         case Take(x, dim, addresses, unowned):
             return _take(x, dim, [span(text) for text in addresses], unowned, rank, source, dtype)
         case Cat(parts, dim):
-            return torch.cat([_evaluate(p, rank, source, dtype).to(dtype) for p in parts], dim)
+            return _cat([_evaluate(p, rank, source, dtype).to(dtype) for p in parts], dim)
         case Transpose(x, dim0, dim1):
             return _evaluate(x, rank, source, dtype).transpose(dim0, dim1)
         case OnOwner(x):
@@ -303,6 +303,15 @@ def _evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtyp
         case RopeTable():
             return rope_table(recipe)
     raise TypeError(f"unknown recipe {recipe!r}")
+
+
+def _cat(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """``torch.cat``, whose rule for tensors without data is in Python and imports Dynamo, which takes a second."""
+    if not all(part.is_meta for part in parts):
+        return torch.cat(list(parts), dim)
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return parts[0].new_empty(shape)
 
 
 def rope_table(recipe: RopeTable) -> torch.Tensor:
@@ -396,4 +405,4 @@ def _take(
             ndim = len(source.shape(x.name))
             piece = source.read(x.name, tuple(index if d == dim else slice(None) for d in range(ndim)))
         pieces.append(torch.zeros_like(piece) if unowned == "zero" and not run.owned else piece)
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return pieces[0] if len(pieces) == 1 else _cat(pieces, dim)

@@ -1,19 +1,18 @@
-"""The summary of a compiled model, as text: passes, memory, and what was compiled."""
+"""The summary of a model's programs, as text: passes and memory."""
 
 from __future__ import annotations
 
 from graphsrt import ops
 from graphsrt.costs import slot_bytes
 from graphsrt.dump import pass_table, weight_bytes
-from graphsrt.lowering.region_cache import CompileStats
 from graphsrt.passes.runner import Stages
 from graphsrt.program import PREFILL_MIN_TOKENS, Program
 
 SHARDING = "shard_tensor_parallel"
 
 
-def summary_text(stages: Stages, stats: CompileStats | None) -> str:
-    """The pass table, then one line for each fact."""
+def facts_text(stages: Stages) -> str:
+    """The pass table, then one line for each fact of the programs."""
     program = stages.final
     lines = [pass_table(program.history).rstrip(), ""]
     if stages.prefill is not None:
@@ -41,8 +40,6 @@ def summary_text(stages: Stages, stats: CompileStats | None) -> str:
         lines.append(f"collectives         {_collectives(program)} a step")
         if stages.prefill is not None:
             lines.append(f"  in prefill        {_collectives(stages.prefill.final)} a step")
-    if stats is not None:
-        lines.append(f"compiled            {stats}")
     return "\n".join(lines)
 
 

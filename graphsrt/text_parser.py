@@ -10,7 +10,7 @@ import difflib
 import json
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,17 @@ import torch.fx as fx
 from graphsrt.errors import CompileError, explain
 from graphsrt.placement import TOKENS, Layout, Partial, Placement, R, Shard, ShardTokens
 from graphsrt.printer import DTYPES, NAME, SEPARATOR, derived_module, type_text
-from graphsrt.program import LOGITS, Input, NearMiss, PassReport, Program, Weight, target_from_name
+from graphsrt.program import (
+    LOGITS,
+    Declared,
+    DeclaredShapes,
+    Input,
+    NearMiss,
+    PassReport,
+    Program,
+    Weight,
+    target_from_name,
+)
 from graphsrt.recipes import (
     BlockNumbers,
     Cat,
@@ -128,15 +138,28 @@ def _placements(text: str) -> Any:
     return _type(text)[2]
 
 
+def _declared(text: str, strides: Any) -> Any:
+    """The value, or tuple of values, that a type and the strides beside it declare."""
+    if text == "none":
+        return None
+    if text.startswith("("):
+        parts = list(_split(text[1:].removesuffix(")")))
+        return tuple(_declared(part, s) for part, s in zip(parts, strides or [None] * len(parts), strict=True))
+    dtype, shape, _ = _type(text)
+    return Declared(shape, dtype, None if strides is None else tuple(strides))
+
+
 # -- statements -------------------------------------------------------------------------------------------------------
 
 
 class _Parser:
-    def __init__(self, text: str):
+    def __init__(self, text: str, strides: Mapping[str, Any] | None = None):
+        """``strides``: of values that are not contiguous, in a program whose types are taken as they stand."""
         self.lines = [Line(number, line) for number, line in enumerate(text.split("\n"), 1)]
         self.lines = [line for line in self.lines if line.text and not line.text.startswith("#")]
         self.values: dict[str, fx.Node] = {}
-        self.program = Program("")
+        self.strides = strides
+        self.program = Program("", shapes=None if strides is None else DeclaredShapes())
 
     def parse(self) -> Program:
         if not self.lines:
@@ -273,6 +296,10 @@ class _Parser:
             line.error(f"a type that cannot be read: {error}", expected=_TYPE_EXAMPLE, got=declared)
         if placement is not None:
             node.meta["placement"] = placement
+        self.values[name] = node
+        if self.strides is not None:
+            node.meta["val"] = _declared(declared, self.strides.get(name))
+            return
         try:
             self.program.infer([node])
         except CompileError as error:
@@ -280,7 +307,6 @@ class _Parser:
         inferred = type_text(self.program.shapes, node.meta["val"], placement)
         if declared != "?" and inferred.replace(" ", "") != declared.replace(" ", ""):
             line.error(f"{name} is declared with another type than its operator gives", expected=inferred, got=declared)
-        self.values[name] = node
 
     def target(self, line: Line, name: str) -> Callable[..., Any]:
         try:
@@ -376,6 +402,15 @@ def _provenance(comment: str) -> dict[str, Any]:
 def parse_program(text: str) -> Program:
     """The program that :func:`graphsrt.printer.print_program` printed. Raises CompileError naming the wrong line."""
     return _Parser(text).parse()
+
+
+def parse_to_run(text: str, strides: Mapping[str, Any]) -> Program:
+    """The program as far as running it goes: its types are taken as they stand, since they were inferred when it was
+    printed, and it cannot be changed. ``strides``: of :func:`graphsrt.printer.strides_of`.
+
+    Raises CompileError naming the wrong line. Inference would import much (sympy, Dynamo) and take seconds.
+    """
+    return _Parser(text, strides).parse()
 
 
 def parse_literal(text: str) -> Any:

@@ -191,7 +191,7 @@ def test_cache_lists_and_clears(graphsrt: Run, tmp_path: Path, monkeypatch: pyte
     assert graphsrt("cache", "--clear").status == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.txt"]
     assert "in all 0.0 MB" in graphsrt("cache").out
-    fails(graphsrt("cache", "everything"), "models, regions, kernels", status=2)
+    fails(graphsrt("cache", "everything"), "models, programs, regions, kernels", status=2)
 
 
 def test_help_is_quick(tmp_path: Path) -> None:

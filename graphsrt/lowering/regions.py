@@ -23,7 +23,7 @@ import torch.fx as fx
 
 from graphsrt import ops
 from graphsrt.errors import CompileError, explain
-from graphsrt.program import Program, is_mutating, target_from_name, target_name, where
+from graphsrt.program import Declared, Program, is_mutating, target_from_name, target_name, where
 
 WITH_KERNELS = {
     ops.attention, ops.latent_attention, ops.radix_attention, ops.radix_latent_attention, ops.kv_write,
@@ -288,7 +288,7 @@ def _region_step(program: Program, nodes: list[fx.Node], outputs: list[fx.Node])
 
 def _formal(program: Program, node: fx.Node) -> Formal:
     value = node.meta["val"]
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, (torch.Tensor, Declared)):
         raise CompileError(
             explain("a value between two steps is no tensor", where=f"{node.name} {where(node)}", got=str(type(value)))
         )

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from graphsrt.errors import CheckpointError, CompileError, GraphsrtError, explain
-from graphsrt.models import registry, smollm2
+from graphsrt.errors import CheckpointError, CompileError, explain
+from graphsrt.models import registry
 from graphsrt.models.checkpoint import Checkpoint, StateDictCheckpoint, open_checkpoint
 from graphsrt.models.conversion import convert, has_conversions, relaid
+from graphsrt.models.folder import model_folder
 from graphsrt.models.quantization import read_quantization, without_quantization
 from graphsrt.models.quantization.scales import Stored, dequantized_others, find_scales, without_checkpoint
 from graphsrt.models.quantization.scheme import Quantization
+from graphsrt.models.tokenizer import load_tokenizer, no_tokenizer
 from graphsrt.models.tying import (
     SCALE_RULES,
     SKIP_RULES,
@@ -33,8 +35,6 @@ from graphsrt.models.tying import (
 )
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# What is fetched from the hub: nothing that could be run, no second copy of the weights in another format.
-_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "tokenizer*")
 
 
 @dataclass
@@ -74,30 +74,12 @@ class ModelSource:
         place = self.folder
         if place is None and self.module is not None and self.name and Path(self.name).is_dir():
             place = Path(self.name)
-        has_files = place is not None and any(
-            (place / file).exists()
-            for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
-        )
-        if not has_files:
-            return None
-        try:
-            return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=self.trust_remote_code)
-        except (OSError, ValueError, ImportError) as error:
-            raise GraphsrtError(
-                explain(f"the tokenizer of {self.name} cannot be loaded", where=str(place), got=str(error))
-            ) from error
+        return None if place is None else load_tokenizer(self.name, place, trust_remote_code=self.trust_remote_code)
 
     def require_tokenizer(self) -> Any:
         """The tokenizer; ``ValueError`` if there is none, for callers that were given text."""
         if self.tokenizer is None:
-            raise ValueError(
-                explain(
-                    f"{self.name} has no tokenizer, so it takes no text",
-                    where=str(self.folder or "a model in memory"),
-                    expected="lists of token ids as prompts",
-                    hint="pass token ids, or put the tokenizer's files beside config.json",
-                )
-            )
+            raise no_tokenizer(self.name, self.folder)
         return self.tokenizer
 
     def skeleton(self) -> torch.nn.Module:
@@ -234,13 +216,7 @@ def resolve(
                 got=type(model).__name__,
             )
         )
-    name = os.fspath(model)
-    if name == "smollm2" and not Path(name).is_dir():
-        folder = smollm2.model_folder()
-    elif Path(name).expanduser().is_dir():
-        folder = Path(name).expanduser()
-    else:
-        folder = _hub_folder(name, allow_pickle)
+    name, folder = os.fspath(model), model_folder(model, allow_pickle=allow_pickle)
     return _from_folder(name, folder, dtype, trust_remote_code, allow_pickle)
 
 
@@ -414,35 +390,6 @@ def _read_config(folder: Path, trust_remote_code: bool) -> tuple[PretrainedConfi
         return AutoConfig.from_pretrained(folder, local_files_only=True), None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(explain("config.json is not valid", where=str(path), got=str(error))) from error
-
-
-def _hub_folder(name: str, allow_pickle: bool) -> Path:
-    """The local snapshot of a hub id: from the cache when it is there whole, fetched otherwise."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    patterns = [*_HUB_FILES, "*.bin"] if allow_pickle else list(_HUB_FILES)
-    reason: Exception
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
-    if looks_like_path:
-        reason = FileNotFoundError("no such folder")
-    else:
-        try:
-            return Path(snapshot_download(name, allow_patterns=patterns))
-        # httpx (and requests before it) errors are OSErrors or RuntimeErrors depending on the version.
-        except (OSError, ValueError, RuntimeError, HFValidationError) as error:
-            reason = error
-        except Exception as error:
-            if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub")):
-                raise
-            reason = error
-    raise CheckpointError(
-        explain(
-            f"{name}: no such model folder, and not a hub id that could be fetched",
-            expected="a folder with config.json, a hub id such as org/model, or 'smollm2'",
-            got=f"{type(reason).__name__}: {str(reason).strip().splitlines()[0] if str(reason).strip() else ''}",
-        )
-    ) from reason
 
 
 def _refuse_quantized(config: PretrainedConfig) -> None:

@@ -24,7 +24,7 @@ from graphsrt.runtime.agreement import COMPARE_EVERY, Agreement
 from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode
 from graphsrt.runtime.load_plan import LoadReport
 from graphsrt.runtime.logprobs import log_probabilities
-from graphsrt.runtime.phases import Phases
+from graphsrt.runtime.phases import Phases, RunText
 from graphsrt.runtime.sampler import Sampling, sample
 from graphsrt.runtime.split_logits import Columns, Gather, edit
 from graphsrt.runtime.weights import load_weights
@@ -51,7 +51,7 @@ class EngineSizes:
 class RankInit:
     """What a rank process is started with. ``texts``: of :meth:`Phases.texts`."""
 
-    texts: tuple[tuple[str, str], ...]
+    texts: tuple[RunText, ...]
     checkpoint: dict[str, Any]
     sizes: EngineSizes
     backend: str

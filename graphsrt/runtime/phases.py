@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from graphsrt.errors import CompileError, explain
-from graphsrt.printer import print_program
+from graphsrt.lowering.decompose import decompose
+from graphsrt.printer import print_program, strides_of
 from graphsrt.program import PREFILL_MIN_TOKENS, Program
+from graphsrt.text_parser import parse_to_run
+
+
+class RunText(NamedTuple):
+    """A program as ranks are sent it: text, what its types leave out (JSON), and the hash of what it says."""
+
+    text: str
+    strides: str
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -29,16 +42,17 @@ class Phases:
     def all(self) -> list[Program]:
         return [self.decode] if self.prefill is None else [self.decode, self.prefill]
 
-    def texts(self) -> tuple[tuple[str, str], ...]:
-        """Each program's text and the hash of what it says."""
-        return tuple((str(program), text_hash(program)) for program in self.all())
+    def texts(self, device: str) -> tuple[RunText, ...]:
+        """Each program as it runs on a type of device, with nothing left to infer or to take apart."""
+        programs = [decompose(program, device) for program in self.all()]
+        return tuple(RunText(str(p), json.dumps(strides_of(p)), text_hash(p)) for p in programs)
 
     @staticmethod
-    def from_texts(texts: tuple[tuple[str, str], ...], where: str) -> Phases:
-        """The inverse. CompileError if a program is not what its text was made of."""
+    def from_texts(texts: Sequence[RunText], where: str) -> Phases:
+        """The inverse, to run and not to change. CompileError if a program is not what its text was made of."""
         programs = []
-        for text, wanted in texts:
-            program = Program.from_text(text)
+        for text, strides, wanted in texts:
+            program = parse_to_run(text, json.loads(strides))
             if text_hash(program) != wanted:
                 raise CompileError(
                     explain("the program did not survive its text", where=where, expected=wanted,

@@ -16,7 +16,6 @@ from graphsrt.errors import explain
 from graphsrt.lowering.collectives import ProcessCollectives
 from graphsrt.models.checkpoint import Checkpoint, SafetensorsCheckpoint, StateDictCheckpoint
 from graphsrt.models.memory_file import write_safetensors_memfd
-from graphsrt.models.source import ModelSource
 from graphsrt.program import Program
 from graphsrt.recipes import leaves
 from graphsrt.runtime.agreement import COMPARE_EVERY
@@ -43,16 +42,19 @@ class RankOptions:
 
 
 def start_ranks(
-    source: ModelSource, phases: Phases, sizes: EngineSizes, tp: int, options: RankOptions, *, simulated: bool = False
-) -> LocalExecutor | WorkersExecutor | GroupExecutor:
-    """Load the programs' weights where they are to be used. Raises as :func:`graphsrt.compile`."""
-    checkpoint = source.require_checkpoint()
+    checkpoint: Checkpoint, phases: Phases, sizes: EngineSizes, tp: int, options: RankOptions, *,
+    in_memory: bool = False, simulated: bool = False,
+) -> LocalExecutor | WorkersExecutor | GroupExecutor:  # fmt: skip
+    """Load the programs' weights where they are to be used. Raises as :func:`graphsrt.compile`.
+
+    ``in_memory``: the checkpoint is of a module in memory.
+    """
     if simulated:
         return LocalExecutor(simulated_runner(phases, checkpoint, sizes))
     if options.group_size:
         return _in_group(phases, checkpoint, sizes, tp, options)
     if tp > 1:
-        return _in_processes(phases, checkpoint, source.module is not None, sizes, tp, options)
+        return _in_processes(phases, checkpoint, in_memory, sizes, tp, options)
     with Bar("load", options.progress) as tell:
         return LocalExecutor(
             rank_runner(
@@ -76,8 +78,9 @@ def _in_processes(
             if isinstance(checkpoint, StateDictCheckpoint) and in_memory:
                 fds.append(write_safetensors_memfd({name: checkpoint.read(name) for name in _needed(phases.decode)}))
                 given = SafetensorsCheckpoint(f"/proc/self/fd/{fds[0]}")
+            texts = phases.texts(torch.device(options.device).type)
             about = RankInit(
-                phases.texts(), given.spec(), sizes, options.backend, options.device, options.compare_every
+                texts, given.spec(), sizes, options.backend, options.device, options.compare_every
             )  # fmt: skip
             with Bar("load", options.progress) as tell:
                 yield pickle.dumps(about), fds

@@ -10,6 +10,7 @@ import torch
 
 import graphsrt
 from graphsrt.errors import CompileError
+from graphsrt.lowering.decompose import decompose
 from graphsrt.passes import PIPELINE, scatter_residual
 from graphsrt.passes.runner import bind
 from graphsrt.program import Program
@@ -33,11 +34,12 @@ def test_texts() -> None:
         )
     phases = Phases(traced.program(), traced.program(phase="prefill"))
     assert phases.min_tokens == LEAST and Phases(traced.program()).min_tokens is None
-    again = Phases.from_texts(phases.texts(), "here")
-    assert [str(p) for p in again.all()] == [str(p) for p in phases.all()]
-    (decode, wanted), prefill = phases.texts()
+    again = Phases.from_texts(phases.texts("cpu"), "here")
+    assert [str(p) for p in again.all()] == [str(decompose(p, "cpu")) for p in phases.all()]
+    decode, prefill = phases.texts("cpu")
     with pytest.raises(CompileError, match=r"did not survive its text[\s\S]*here"):
-        Phases.from_texts(((decode.replace("eps=1e-06", "eps=1e-05"), wanted), prefill), "here")
+        edited = decode._replace(text=decode.text.replace("eps=1e-06", "eps=1e-05"))
+        Phases.from_texts((edited, prefill), "here")
 
 
 @pytest.mark.parametrize("tp", [2, 3])

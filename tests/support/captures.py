@@ -11,7 +11,6 @@ from unittest.mock import patch
 import torch
 
 import graphsrt
-import graphsrt.api
 from graphsrt.api import CompiledModel, Traced
 from graphsrt.capture import capture
 from graphsrt.program import Program
@@ -32,7 +31,7 @@ def _capture_once(model: Any, *, context_length: int, name: str | None = None, *
 @contextmanager
 def shared() -> Iterator[None]:
     """Inside, ``graphsrt.trace`` and ``graphsrt.compile`` get a copy of an equal capture where there is one."""
-    with patch.object(graphsrt.api, "capture", _capture_once):
+    with patch("graphsrt.capture.capture", _capture_once):
         yield
 
 

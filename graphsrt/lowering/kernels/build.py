@@ -24,7 +24,6 @@ from types import ModuleType
 
 import filelock
 import torch
-from torch.utils import cpp_extension
 
 from graphsrt.cache import cache_dir, writing
 from graphsrt.errors import CompileError, explain
@@ -127,6 +126,8 @@ def _compiler() -> list[str]:
 
 
 def _build(name: str, source: Path, flags: Sequence[str], library: Path) -> None:
+    from torch.utils import cpp_extension  # it brings setuptools along
+
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
         includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
