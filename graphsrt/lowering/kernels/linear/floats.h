@@ -1,6 +1,6 @@
-// Products in float32: weights of 16 or 32 bits, or integers of 8 bits with a scale for each row, become float32 as they
-// are read. Up to FEW rows of x that is in registers; with more of them a tile of w is decoded once into the first-level
-// cache and multiplied with all.
+// Products in float32: weights of 16 or 32 bits, or integers of 8 bits with a scale for each row, become float32 in
+// registers, as they are read. With many rows of x that happens again for each few of them, out of the first cache:
+// multiplying takes longer, so it costs nothing, where writing them down as float32 would.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -77,29 +77,10 @@ void decode(const Format& w, int64_t row, int64_t k, int64_t n, float* out) {
 
 // ---- dot products --------------------------------------------------------------------------------------------------
 
-// A vector of a row of w: decoded as it is read, or out of the tile that was decoded before.
-template <class Format>
-struct AsStored {
-  static constexpr bool from_memory = true;
-  using P = decltype(std::declval<Format>().at(0, 0));
-  static Vec load(P p, int64_t k) { return Format::load(p + k); }
-  static Vec last(P p, int64_t k, int64_t n) {
-    alignas(64) float out[VL] = {};
-    for (int64_t i = k; i < n; ++i) out[i - k] = Format::one(p + i);
-    return Vec::loadu(out);
-  }
-};
-
-struct Decoded {
-  static constexpr bool from_memory = false;
-  using P = const float*;
-  static Vec load(P p, int64_t k) { return Vec::loadu(p + k); }
-  static Vec last(P p, int64_t k, int64_t n) { return Vec::loadu(p + k, n - k); }
-};
-
 // sums[m · STRIDE + r] += x row m · w row r, over n columns; rows of x lie one behind the other.
-template <int M, int N, class Read>
-inline void tile(const float* x, const typename Read::P* w, int64_t n, Vec* sums) {
+// `AHEAD`: w comes out of memory, and what follows these rows is asked for.
+template <int M, int N, bool AHEAD, class Format, class P>
+inline void tile(const float* x, const P* w, int64_t n, Vec* sums) {
   Vec own[M][N];
   for (int m = 0; m < M; ++m)
     for (int r = 0; r < N; ++r) own[m][r] = sums[m * STRIDE + r];
@@ -117,11 +98,17 @@ inline void tile(const float* x, const typename Read::P* w, int64_t n, Vec* sums
   };
   [[maybe_unused]] const char* ahead = reinterpret_cast<const char*>(w[0]) + N * n * sizeof(*w[0]);
   for (; k + VL <= n; k += VL) {
-    if constexpr (Read::from_memory) ahead = prefetch<N * VL * sizeof(*w[0])>(ahead);
-    step([&](auto p) { return Read::load(p, k); }, [](const float* p) { return Vec::loadu(p); });
+    if constexpr (AHEAD) ahead = prefetch<N * VL * sizeof(*w[0])>(ahead);
+    step([&](P p) { return Format::load(p + k); }, [](const float* p) { return Vec::loadu(p); });
   }
-  if (k < n)
-    step([&](auto p) { return Read::last(p, k, n); }, [&](const float* p) { return Vec::loadu(p, n - k); });
+  if (k < n) {
+    const auto last = [&](P p) {
+      alignas(64) float out[VL] = {};
+      for (int64_t i = k; i < n; ++i) out[i - k] = Format::one(p + i);
+      return Vec::loadu(out);
+    };
+    step(last, [&](const float* p) { return Vec::loadu(p, n - k); });
+  }
   for (int m = 0; m < M; ++m)
     for (int r = 0; r < N; ++r) sums[m * STRIDE + r] = own[m][r];
 }
@@ -171,27 +158,27 @@ struct FloatProduct {
 
   template <int M, int R>
   void few(int64_t row, int64_t m0, int64_t k, Vec* sums) const {
-    typename AsStored<Format>::P rows[R];
-    for (int r = 0; r < R; ++r) rows[r] = w.at(row + r, k);
-    tile<M, R, AsStored<Format>>(x.at(m0, k), rows, x.width(k), sums);
+    meet<M, R, true>(row, m0, k, sums);
   }
 
+  // While rows of x meet these rows of w, the memory is asked for those that come next, a part by each tile.
   template <int R>
-  void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums) const {
-    alignas(64) thread_local float tile_of_w[R * KB];
-    const int64_t n = x.width(k);
-    const float* rows[R];
-    for (int r = 0; r < R; ++r) {
-      if constexpr (std::is_same_v<Format, Plain<float>>) {
-        rows[r] = w.at(row + r, k);
-      } else {
-        decode(w, row + r, k, n, tile_of_w + r * KB);
-        rows[r] = tile_of_w + r * KB;
-      }
-    }
-    in_tiles<MR>(m, [&](auto many, int64_t i) {
-      tile<decltype(many)::value, R, Decoded>(x.at(m0 + i, k), rows, n, sums + i * STRIDE);
+  void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t next_row, int64_t next_k) const {
+    const int64_t bytes = x.width(next_k) * sizeof(*w.at(0, 0)), tiles = (m + MR - 1) / MR;
+    int64_t asked = 0, turn = 0;
+    in_tiles<MR>(m, [&](auto rows, int64_t i) {
+      for (const int64_t until = bytes * ++turn / tiles; asked < until; asked += 64)
+        for (int r = 0; r < R; ++r) prefetch<64>(reinterpret_cast<const char*>(w.at(next_row + r, next_k)) + asked);
+      meet<decltype(rows)::value, R, false>(row, m0 + i, k, sums + i * STRIDE);
     });
+  }
+
+ private:
+  template <int M, int R, bool AHEAD>
+  void meet(int64_t row, int64_t m, int64_t k, Vec* sums) const {
+    decltype(w.at(0, 0)) rows[R];
+    for (int r = 0; r < R; ++r) rows[r] = w.at(row + r, k);
+    tile<M, R, AHEAD, Format>(x.at(m, k), rows, x.width(k), sums);
   }
 };
 

@@ -262,7 +262,7 @@ struct Int4Product {
   }
 
   template <int R>
-  void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums) const {
+  void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t, int64_t) const {
     in_tiles<MR>(m, [&](auto rows, int64_t i) {
       int4_tile<decltype(rows)::value, R>(x, m0 + i, k, w, row, sums + i * STRIDE);
     });

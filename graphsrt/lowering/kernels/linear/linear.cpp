@@ -2,8 +2,8 @@
 // (16 or 32 bits, or integers of 8 or 4 bits).
 //
 // A row of w and a row of x lie contiguous in memory, so an element of y is a dot product along both: vectors run along
-// K, and are summed at the very end. The sum of an element is formed
-// in the same order for every M, so a row's result does not depend on which others are in the batch.
+// K, and are summed at the very end. The sum of an element is formed in the same order for every M, so a row's result
+// does not depend on which others are in the batch.
 //
 // This file divides the work (`part`), and has what is called from outside. How x and w become numbers that are
 // multiplied, and the innermost loops, are in floats.h (float32) and int4.h (integers).
@@ -42,18 +42,24 @@ void part(const Product& product, int64_t N, const Y* bias, Y* y, int64_t n0, in
       for (int64_t i = 0; i < m; ++i) std::fill_n(sums + i * STRIDE, wide, Vec(0.0f));
       const auto over = [&](auto side, auto&& meet) {
         constexpr int SIDE = decltype(side)::value;
+        // And what comes next, unless that is nothing: then the same again.
         if (by_row) {
           in_tiles<SIDE>(wide, [&](auto rows, int64_t r) {
-            for (int64_t k = 0; k < K; k += block) meet(rows, r, k);
+            const int64_t after = r + 2 * rows <= wide ? r + rows : r;
+            for (int64_t k = 0; k < K; k += block)
+              k + block < K ? meet(rows, r, k, r, k + block) : meet(rows, r, k, after, 0);
           });
         } else {
           for (int64_t k = 0; k < K; k += block)
-            in_tiles<SIDE>(wide, [&](auto rows, int64_t r) { meet(rows, r, k); });
+            in_tiles<SIDE>(wide, [&](auto rows, int64_t r) {
+              r + 2 * rows <= wide ? meet(rows, r, k, r + rows, k) : meet(rows, r, k, 0, k + block < K ? k + block : k);
+            });
         }
       };
       const auto few = [&](auto rows_of_x) {
         constexpr int FOR = decltype(rows_of_x)::value;
-        over(std::integral_constant<int, Product::side_by_side(FOR)>(), [&](auto rows, int64_t r, int64_t k) {
+        constexpr std::integral_constant<int, Product::side_by_side(FOR)> side;
+        over(side, [&](auto rows, int64_t r, int64_t k, int64_t, int64_t) {
           product.template few<FOR, decltype(rows)::value>(w0 + r, m0, k, sums + r);
         });
       };
@@ -62,9 +68,10 @@ void part(const Product& product, int64_t N, const Y* bias, Y* y, int64_t n0, in
       else if (m == 3) few(std::integral_constant<int, 3>());
       else if (m == FEW) few(std::integral_constant<int, FEW>());
       else
-        over(std::integral_constant<int, Product::NR>(), [&](auto rows, int64_t r, int64_t k) {
-          product.template many<decltype(rows)::value>(w0 + r, m0, m, k, sums + r);
-        });
+        over(std::integral_constant<int, Product::NR>(),
+             [&](auto rows, int64_t r, int64_t k, int64_t next_r, int64_t next_k) {
+               product.template many<decltype(rows)::value>(w0 + r, m0, m, k, sums + r, w0 + next_r, next_k);
+             });
       for (int64_t i = 0; i < m; ++i) {
         Y* out = y + (m0 + i) * N + w0;
         for (int64_t j = 0; j < wide; j += VL) {
