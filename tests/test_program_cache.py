@@ -166,7 +166,11 @@ def test_an_installed_pass_is_in_the_key(folder: Path, tmp_path: Path, monkeypat
     assert "added_pass" not in sys.modules
 
 
-@pytest.mark.parametrize("options", [{"passes": graphsrt.PIPELINE}, {"dump": "dump"}, {"allow_pickle": True}], ids=lambda given: next(iter(given)))
+@pytest.mark.parametrize(
+    "options",
+    [{"passes": graphsrt.PIPELINE}, {"dump": "dump"}, {"allow_pickle": True}],
+    ids=lambda given: next(iter(given)),
+)
 def test_not_kept(folder: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     start(folder, **options).close()
