@@ -42,7 +42,7 @@ constexpr int64_t BLOCK = 64;    // KV tokens per online-softmax step
 constexpr int64_t SPLIT = 256;   // KV tokens per item when one query block walks a long context; a multiple of BLOCK
 constexpr int64_t ROWS = 48;     // target rows (query tokens x query heads per KV head) of a query block
 constexpr int64_t DIRECT_ROWS = 8;
-constexpr int64_t VALUES = 8;   // V rows per pass over the output's columns: few enough to stay in the first cache
+constexpr int64_t VALUE_BYTES = 8192;  // of V rows per pass over the output's columns: they stay in the first cache
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int TILE_M = 12;       // 12 x 2 accumulators of 32 registers
 #else
@@ -496,7 +496,7 @@ struct Attention {
   const int32_t* slots_of(const Item& it) const { return x.req_to_token + x.req_pool_indices[it.b] * x.req_stride; }
 
   // The direct items walk their blocks with all their heads at once, as a slot's heads lie side by side. While a block
-  // is computed, the memory is asked for the next one: of this item, or of the item that comes next.
+  // is computed, the memory may be asked for the next one: of this item, or of the item that comes next.
   void attend_direct(const Item& it, const Item* after) const {
     const int64_t heads = it.h1 - it.h0, M = G;
     Scratch<A>& all = scratch(heads * M);
@@ -506,6 +506,10 @@ struct Attention {
     std::fill_n(all.l, heads * M, A(0));
     const int32_t* slots = slots_of(it);
     const T *k_rows[BLOCK], *v_rows[BLOCK], *rows[BLOCK];
+    // Where what is read of a slot is long, the processor sees by itself that it goes on.
+    const int64_t bytes = heads * std::max(D, Dv) * static_cast<int64_t>(sizeof(T));
+    const bool scattered = bytes < 1024;
+    const int64_t values = std::clamp<int64_t>(VALUE_BYTES / bytes, 4, 32);
     const T* const all_k = reinterpret_cast<const T*>(x.pool_k);
     const T* const all_v = reinterpret_cast<const T*>(x.pool_v);
     for (int64_t j0 = it.j0 / BLOCK * BLOCK; j0 < it.j1; j0 += BLOCK) {
@@ -513,7 +517,7 @@ struct Attention {
       const bool here = j0 + BLOCK < it.j1;
       const Item* next = here ? &it : after;
       const int64_t next_j = here ? j0 + BLOCK : next ? next->j0 : 0;
-      const int64_t next_count = next ? std::min(BLOCK, next->j1 - next_j) : 0;
+      const int64_t next_count = next && scattered ? std::min(BLOCK, next->j1 - next_j) : 0;
       const int32_t* next_slots = next ? slots_of(*next) + next_j : nullptr;
       const auto ask = [&](const T* of, int64_t c, int64_t count, int64_t width) {
         for (int64_t i = c; i < std::min(c + count, next_count); ++i) {
@@ -542,9 +546,9 @@ struct Attention {
       }
       const int64_t shift = j0 - last_key(it.b, it.q0) + 1;
       for (int64_t r = 0; r < heads * M; ++r) softmax_step(all, r, it.h0 * G + r, shift, c0, c1);
-      for (int64_t c = c0; c < c1; c += VALUES) {
-        const int64_t count = std::min(VALUES, c1 - c);
-        ask(all_v, c, VALUES, Dv);
+      for (int64_t c = c0; c < c1; c += values) {
+        const int64_t count = std::min(values, c1 - c);
+        ask(all_v, c, values, Dv);
         for (int64_t h = 0; h < heads; ++h) {
           for (int64_t i = 0; i < count; ++i) rows[i] = v_rows[c + i] + h * x.pool_stride_h;
           weigh_direct(all.from_row(h * M, Dp, Dvp), M, rows, c, count);
