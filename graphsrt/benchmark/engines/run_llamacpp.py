@@ -29,17 +29,26 @@ def load(model: str, *, threads: int, context: int, batch: int, **_: Any) -> Any
     if not engine:
         raise RuntimeError(f"llama.cpp cannot load {files[0]}: its own words tell why")
     vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(weights))
-    return (engine, llama_cpp.llama_batch_init(CHUNK, 0, 1), vocabulary), llama_cpp.__version__
+    cached: list[list[int]] = []
+    return (engine, llama_cpp.llama_batch_init(CHUNK, 0, 1), vocabulary, cached), llama_cpp.__version__
 
 
 def run(engine: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
     import llama_cpp
 
-    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(engine[0]), False)
+    memory, cached = llama_cpp.llama_get_memory(engine[0]), engine[3]
+    known = prompts == cached  # the last run's prompts: their keys and values are there, but for the last token's
+    if known:
+        for number, ids in enumerate(prompts):
+            llama_cpp.llama_memory_seq_rm(memory, number, len(ids) - 1, -1)
+    else:
+        llama_cpp.llama_memory_clear(memory, False)
+        cached[:] = prompts
     fed = [
         (token, position, number, position == len(ids) - 1)
         for number, ids in enumerate(prompts)
         for position, token in enumerate(ids)
+        if not known or position == len(ids) - 1
     ]
     rows: list[list[int]] = [[] for _ in prompts]
     for _ in range(new):
@@ -54,7 +63,7 @@ def _next(engine: Any, fed: list[tuple[int, int, int, bool]]) -> list[tuple[int,
     import llama_cpp
     import numpy
 
-    context, batch, vocabulary = engine
+    context, batch, vocabulary, _ = engine
     found = []
     for start in range(0, len(fed), CHUNK):
         chunk = fed[start : start + CHUNK]

@@ -27,7 +27,7 @@ def load(model: str, *, threads: int, dtype: str, context: int, batch: int, **_:
     import vllm
 
     engine = vllm.LLM(
-        model=model, dtype=dtype, max_model_len=context, max_num_seqs=batch, enable_prefix_caching=False,
+        model=model, dtype=dtype, max_model_len=context, max_num_seqs=batch, enable_prefix_caching=True,
         skip_tokenizer_init=True, block_size=PAGE, num_gpu_blocks_override=1 + batch * -(-context // PAGE),
     )  # fmt: skip
     return engine, vllm.__version__
