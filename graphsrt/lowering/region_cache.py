@@ -30,6 +30,7 @@ from graphsrt.cache import cache_dir, writing
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering import inductor
 from graphsrt.lowering.decompose import decompose
+from graphsrt.lowering.kernels import linear
 from graphsrt.lowering.kernels.build import _cpu_flags
 from graphsrt.lowering.regions import Region, cut, distinct_regions
 from graphsrt.program import Program, target_from_name
@@ -113,6 +114,7 @@ def region_key(region: Region, device: str = "cpu") -> str:
     facts = [
         f"format {FORMAT}",
         repr(sorted(map(str, inductor.INSTEAD))),
+        repr(sorted(linear.SHIMS.values())),
         device,
         torch.__version__,
         options,
