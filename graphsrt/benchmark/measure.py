@@ -168,7 +168,7 @@ def _measure_case(
             host: float | None = None
             try:
                 if isinstance(case, Decode):
-                    seconds, host = _decode_step(engines[name], same, new)
+                    seconds, host = decode_step(engines[name], same, new)
                 else:
                     seconds = engines[name].run(fresh, 1).seconds
             except EngineError as error:
@@ -181,7 +181,7 @@ def _measure_case(
     return times
 
 
-def _decode_step(engine: EngineProcess, prompts: list[list[int]], new: int) -> tuple[float, float | None]:
+def decode_step(engine: EngineProcess, prompts: list[list[int]], new: int) -> tuple[float, float | None]:
     """Seconds of a step, and how much of it the host took, if the engine says. All tokens less the first: what comes
     before decoding, cached or not, is in both."""
     one, every = engine.run(prompts, 1), engine.run(prompts, new)
