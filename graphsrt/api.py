@@ -178,7 +178,7 @@ def compile(
         )
     WaitingLine(policy, max_queue, patience=0)  # checks them, before anything takes time
     tp = tp if tp is not None else (group if group and ranks is None else 1)
-    if (device or "cpu") == "cpu" and ranks is None:
+    if backend == "inductor" and (device or "cpu") == "cpu" and ranks is None:
         start_building(tp)
     traced_with = dict(
         tp=tp, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, passes=passes, without=without,

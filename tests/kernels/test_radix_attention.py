@@ -508,3 +508,12 @@ def test_build_cache(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler --flag")
     with pytest.raises(CompileError, match=r"no C\+\+ compiler found[\s\S]*no-such-compiler"):
         build.load_extension("tiny", source)
+
+
+def test_nothing_is_compiled_beforehand_that_is_here_already() -> None:
+    from graphsrt.lowering.kernels import beforehand, linear, shared_rounds
+    from graphsrt.lowering.kernels.radix_attention import cpu
+
+    for load in (linear.load, cpu.kernel, shared_rounds.kernel):
+        load()
+    assert beforehand.start_building(1) is None and beforehand.start_building(2) is None

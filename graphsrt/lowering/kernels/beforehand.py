@@ -7,17 +7,27 @@ import threading
 from pathlib import Path
 
 from graphsrt.errors import CompileError
+from graphsrt.lowering.kernels import linear, shared_rounds
 from graphsrt.lowering.kernels.build import build_library
+from graphsrt.lowering.kernels.radix_attention import cpu
 
 _HERE = Path(__file__).parent
 
 
-def start_building(tp: int) -> threading.Thread:
-    """Have what ``tp`` ranks need compiled in the background, unless the cache has it. Whoever needs it waits."""
-    names = ["linear", "radix_attention", *(["shared_rounds"] if tp > 1 else [])]
+def start_building(tp: int) -> threading.Thread | None:
+    """Have what ``tp`` ranks need compiled in the background, unless the cache, or this process, has it.
+
+    Whoever needs it then waits for it.
+    """
+    loaders = {"linear": linear.load, "radix_attention": cpu.kernel}
+    if tp > 1:
+        loaders["shared_rounds"] = shared_rounds.kernel
+    missing = [name for name, load in loaders.items() if not load.cache_info().currsize]
+    if not missing:
+        return None
 
     def build() -> None:
-        for name in names:
+        for name in missing:
             with contextlib.suppress(CompileError):  # it comes again where the kernel is used, and is told there
                 build_library(name, _HERE / name / f"{name}.cpp")
 
