@@ -25,7 +25,7 @@ def drawn():
 
 
 def int4_linear(*arguments):
-    return torch.ops.graphsrt.int4_linear.default(*arguments)
+    return torch.ops.graphsrt.int4_linear_kernel.default(*arguments)
 
 
 def in_16_bits(x):

@@ -43,9 +43,10 @@ def test_ranks_have_parts_of_the_same_numbers(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_compiled_is_plain(form: str) -> None:
-    """The kernels read integers as they are stored; each product is summed in float32 in another order."""
+    """The kernels read integers as they are stored; each product is summed in float32 in another order. With 4 bits
+    inputs are rounded to 2**-15 of the largest of 32, in four products of a layer and the head."""
     for got, want in zip(logits(form), logits(form, backend="eager")):
-        assert tiny.worst(got, want) <= 1e-5
+        assert tiny.worst(got, want) <= {"int8": 1e-5, "int4": 5 * 2**-15 * 32**0.5}[form]
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

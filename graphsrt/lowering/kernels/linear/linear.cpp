@@ -193,9 +193,15 @@ TORCH_LIBRARY_IMPL(graphsrt, CPU, library) {
   library.impl("dense_linear", [](const at::Tensor& x, const at::Tensor& w, const MaybeTensor& bias) {
     return linear(x, w, pointer(bias));
   });
-  library.impl("int8_linear", [](const at::Tensor& x, const at::Tensor& q, const at::Tensor& scales,
+}
+
+// graphsrt::int8_linear and int4_linear are of any dtype, in Python; these are the kernels by themselves.
+TORCH_LIBRARY_FRAGMENT(graphsrt, library) {
+  library.def("int8_linear_kernel(Tensor x, Tensor q, Tensor scales, Tensor? bias=None) -> Tensor");
+  library.def("int4_linear_kernel(Tensor x, Tensor q, Tensor pairs, Tensor? bias=None) -> Tensor");
+  library.impl("int8_linear_kernel", [](const at::Tensor& x, const at::Tensor& q, const at::Tensor& scales,
                                  const MaybeTensor& bias) { return int8_linear(x, q, scales, pointer(bias)); });
-  library.impl("int4_linear", [](const at::Tensor& x, const at::Tensor& q, const at::Tensor& pairs,
+  library.impl("int4_linear_kernel", [](const at::Tensor& x, const at::Tensor& q, const at::Tensor& pairs,
                                  const MaybeTensor& bias) { return int4_linear(x, q, pairs, pointer(bias)); });
 }
 
