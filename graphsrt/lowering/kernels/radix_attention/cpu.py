@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,34 +49,9 @@ def kv_write(
     kernel().kv_write(*before, k.data_ptr(), *k_layout, v.data_ptr(), *v_layout, dtype, *given_scales)
 
 
-def radix_attention(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    kv_pool: Tensor,
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out_cache_loc: Tensor,
-    *,
-    layer_id: int,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    chunk_size: int | None = None,
-    causal: bool = True,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
+def radix_attention(q: Tensor, k: Tensor | None, v: Tensor | None, *others: Tensor, **how: Any) -> Tensor:
     """As ``radix_attention`` of this package, for CPU tensors. Raises ``ValueError``."""
-    return bind(
-        q, k, v, kv_pool, req_to_token, req_pool_indices, seq_lens, query_start_loc, out_cache_loc,
-        layer_id=layer_id, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
-        alibi_slopes=alibi_slopes, chunk_size=chunk_size, causal=causal, k_scale=k_scale, v_scale=v_scale,
-    )(*(x for x in (q, k, v) if x is not None))  # fmt: skip
+    return bind(q, k, v, *others, **how)(*(x for x in (q, k, v) if x is not None))
 
 
 def bind(
