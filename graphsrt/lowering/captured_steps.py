@@ -24,9 +24,9 @@ from torch import Tensor
 from graphsrt.program import Program
 
 Replay = Callable[[], dict[str, Tensor]]
-Capture = Callable[[Mapping[str, Tensor], Mapping[str, int] | None], Replay]
-"""Run a step over these tensors once, and return what runs it again on what they hold by then. The second argument is
-None, or what the program's symbols stand for, to use code that was compiled for just this size."""
+Capture = Callable[[Mapping[str, Tensor], Mapping[str, int] | None], tuple[dict[str, Tensor], Replay]]
+"""Run a step over these tensors: its results, and what runs it again on what the tensors hold by then. The second
+argument is None, or what the program's symbols stand for, to use code that was compiled for just this size."""
 
 FILLINGS = {
     "tokens": 0, "positions": 0, "req_pool_indices": 0, "seq_lens": 0, "out_cache_loc": -1, "logit_rows": 0,
@@ -102,13 +102,15 @@ class CapturedSteps:
         captured = self._steps.get((size, compiled))
         if captured is not None:
             _fill(captured.buffers, inputs)
+            results = captured.replay()
         else:
-            captured = self._captured(size, inputs, compiled)
+            results, self._steps[size, compiled] = self._first(size, inputs, compiled)
             self._steps.pop((size, not compiled), None)
-            self._steps[size, compiled] = captured
-        return {name: value[:rows] for name, value in captured.replay().items()}
+        return {name: value[:rows] for name, value in results.items()}
 
-    def _captured(self, size: int, inputs: Mapping[str, np.ndarray], compiled: bool) -> _Captured:
+    def _first(
+        self, size: int, inputs: Mapping[str, np.ndarray], compiled: bool
+    ) -> tuple[dict[str, Tensor], _Captured]:
         # Side by side in one piece of memory, each where a line of the processor's cache begins.
         block = np.zeros((len(self._names), -(-(size + 1) // _LINE) * _LINE), dtype=np.int64)
         buffers = {
@@ -117,7 +119,8 @@ class CapturedSteps:
         _fill(buffers, inputs)
         tensors = {name: torch.from_numpy(buffer) for name, buffer in buffers.items()}
         settled = symbols(self._program, size) if compiled else None
-        return _Captured(buffers, self._capture({**tensors, **self._lent}, settled))
+        results, replay = self._capture({**tensors, **self._lent}, settled)
+        return results, _Captured(buffers, replay)
 
 
 def _fill(buffers: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]) -> None:

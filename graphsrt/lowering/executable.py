@@ -134,8 +134,8 @@ class Executable:
 
     def bind(
         self, inputs: Mapping[str, Tensor], sizes: Mapping[str, int] | None = None
-    ) -> Callable[[], dict[str, Tensor]]:
-        """Run one step, and return what runs a step over the same tensors again, on what they hold by then.
+    ) -> tuple[dict[str, Tensor], Callable[[], dict[str, Tensor]]]:
+        """Run one step: what it returns, and what runs a step over the same tensors again, on what they hold by then.
 
         Such a step looks at no shapes and layouts: they are those of the first one. ``sizes``: to use regions that are
         compiled for just these, which :func:`compile_regions` has put into the cache. Raises as :meth:`run`.
@@ -154,7 +154,9 @@ class Executable:
                 else:
                     launches.append(step.bound(slots))
                 step(slots)
-        outputs = list(self._outputs.items())
+
+        def results() -> dict[str, Tensor]:
+            return {name: slots[index] for name, index in self._outputs.items()}
 
         def replay() -> dict[str, Tensor]:
             for index, value in given:
@@ -162,9 +164,9 @@ class Executable:
             with torch.no_grad():
                 for launch in launches:
                     launch()
-            return {name: slots[index] for name, index in outputs}
+            return results()
 
-        return replay
+        return results(), replay
 
     def _filled(self, inputs: Mapping[str, Tensor]) -> Slots:
         slots = self._template.copy()
