@@ -8,7 +8,8 @@ damaged is said to be so and made anew. It appears whole (written aside, then re
 one at once each write what the others would have written.
 
 What no key can cover is not kept: models and configs in memory, passes and models that the caller brings along, code
-that comes with a checkpoint, pickled weights. A start that is to dump or to verify stages traces them.
+that comes with a checkpoint, pickled weights. A start that is to dump or to verify stages traces them. Operators that
+the caller defines matter only to those: a program of graphsrt's and of packages' passes has none of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphsrt import ops
 from graphsrt.cache import cache_dir
 from graphsrt.errors import CheckpointError
 from graphsrt.models.checkpoint import Checkpoint, SafetensorsCheckpoint, open_spec
@@ -47,7 +47,7 @@ FORMAT = 1
 
 _PLUGINS = ("graphsrt.passes", "graphsrt.models")
 _VARIABLES = ("GRAPHSRT_DISABLED_ARCHS", "GRAPHSRT_REFERENCE_ARCHS", "GRAPHSRT_DISABLE_PLUGINS")
-_OF_THE_CALLER = ("GRAPHSRT_DUMP", "GRAPHSRT_EXTERNAL_MODELS", "GRAPHSRT_OPERATORS")
+_OF_THE_CALLER = ("GRAPHSRT_DUMP", "GRAPHSRT_EXTERNAL_MODELS")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def place_of(model: Any, options: Mapping[str, Any], device: str) -> Path | None
     registry = sys.modules.get("graphsrt.models.registry")
     of_the_caller = (
         options["passes"] is not None, options["dump"], options["trust_remote_code"], options["allow_pickle"],
-        ops._defined, registry is not None and registry._registered, *map(os.environ.get, _OF_THE_CALLER),
+        registry is not None and registry._registered, *map(os.environ.get, _OF_THE_CALLER),
     )  # fmt: skip
     if not isinstance(model, str | os.PathLike) or any(of_the_caller):
         return None
@@ -129,8 +129,8 @@ def find(place: Path) -> Kept | None:
     if hashlib.sha256(body).hexdigest().encode() != told:
         warnings.warn(f"the kept program in {place} is damaged: the model is traced again", stacklevel=3)
         return None
-    for entry in entry_points(group=_PLUGINS[0]):
-        if os.environ.get(_VARIABLES[-1], "") in ("", "0"):
+    if os.environ.get(_VARIABLES[-1], "") in ("", "0"):
+        for entry in (entry for group in _PLUGINS for entry in entry_points(group=group)):
             entry.load()  # its operators may be in the program
     fields = json.loads(body)
     for name in ("programs", "running", "eos_token_ids"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -139,6 +141,13 @@ def test_every_option_of_trace_is_in_the_key(folder: Path) -> None:
     with patch.object(program_cache, "place_of", side_effect=_Found) as asked, pytest.raises(_Found):
         start(folder)
     assert set(asked.call_args.args[1]) == set(inspect.signature(api.trace).parameters) - {"model", "limits"}
+
+
+def test_operators_that_were_defined_do_not_matter(folder: Path) -> None:
+    before = place(folder)
+    assert importlib.import_module("examples.squared_relu")
+    assert "GRAPHSRT_OPERATORS" in os.environ  # for the processes that this one starts
+    assert place(folder) == before
 
 
 def test_another_source_is_another_key(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
