@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from graphsrt import huge_pages
 from graphsrt.integer_weights import to_int4, to_int8
 from graphsrt.placement import Layout, Run
 
@@ -306,12 +307,14 @@ def _evaluate(recipe: Recipe, rank: int, source: TensorSource, dtype: torch.dtyp
 
 
 def _cat(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """``torch.cat``, whose rule for tensors without data is in Python and imports Dynamo, which takes a second."""
-    if not all(part.is_meta for part in parts):
-        return torch.cat(list(parts), dim)
+    """``torch.cat`` of equal dtypes, in huge pages. Its own rule for tensors without data is in Python and imports
+    Dynamo, which takes a second."""
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
-    return parts[0].new_empty(shape)
+    if parts[0].device.type != "cpu":
+        return parts[0].new_empty(shape) if parts[0].is_meta else torch.cat(list(parts), dim)
+    out = huge_pages.empty(shape, parts[0].dtype)
+    return torch.cat(list(parts), dim, out=out)
 
 
 def rope_table(recipe: RopeTable) -> torch.Tensor:
@@ -343,7 +346,7 @@ def _dequantized(
 def _quantized(x: torch.Tensor, part: str) -> torch.Tensor:
     """A few rows at a time: in float32, all of them would be twice what was read, several times over."""
     rows = max(1, (1 << 20) // max(1, x.shape[1]))
-    return torch.cat([PARTS[part](some) for some in x.split(rows)])
+    return _cat([PARTS[part](some) for some in x.split(rows)], 0)
 
 
 def is_quantized(recipe: Recipe) -> bool:

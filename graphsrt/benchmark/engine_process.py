@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -72,9 +72,14 @@ class EngineProcess:
         answer = self._ask({"do": "run", "prompts": prompts, "new": new})
         return Ran(answer["seconds"], answer["tokens"], answer["counters"])
 
-    def memory(self) -> int:
-        """Bytes of the process and its children, each page divided by the number of processes that share it (PSS)."""
-        return sum(map(_proportional_bytes, _family(self._process.pid)))
+    def peak_memory(self) -> int:
+        """The most bytes that the process and its children have had resident, to be read while it does nothing.
+
+        Pages that processes share are divided by the number of these (PSS). The kernel keeps the most for resident
+        pages alone (VmHWM): what that was above now, this adds to the PSS of now. Looking on from outside while an
+        engine runs would be in its way: each look walks all of its pages.
+        """
+        return sum(map(_peak_bytes, _family(self._process.pid)))
 
     def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -109,28 +114,6 @@ class EngineProcess:
         self._log.close()
 
 
-class PeakMemory:
-    """The most memory that an engine takes while the block runs, looked at five times a second."""
-
-    def __init__(self, engine: EngineProcess):
-        self.bytes = 0
-        self._engine, self._done = engine, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.2):
-            self.bytes = max(self.bytes, self._engine.memory())
-
-    def __enter__(self) -> PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self.bytes = max(self.bytes, self._engine.memory())
-
-
 def start_seconds(spec: EngineSpec, **options: Any) -> float:
     """From nothing to the first token: a new process, the imports, the model, a prompt of eight tokens."""
     start = time.perf_counter()
@@ -151,9 +134,13 @@ def _family(pid: int) -> Iterable[int]:
             yield from _family(child)
 
 
-def _proportional_bytes(pid: int) -> int:
+def _peak_bytes(pid: int) -> int:
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text() + Path(f"/proc/{pid}/status").read_text()
     except OSError:  # it has just ended
         return 0
-    return next((int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:")), 0)
+    kilobytes = dict(re.findall(r"^(Pss|VmHWM|VmRSS):\s+(\d+) kB$", text, re.MULTILINE))
+    if "Pss" not in kilobytes:  # it is ending
+        return 0
+    above = int(kilobytes["VmHWM"]) - int(kilobytes["VmRSS"])
+    return (int(kilobytes["Pss"]) + max(0, above)) << 10

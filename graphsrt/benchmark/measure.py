@@ -14,7 +14,7 @@ import torch
 
 from graphsrt import ops
 from graphsrt.benchmark import ceilings
-from graphsrt.benchmark.engine_process import OURS, EngineError, EngineProcess, EngineSpec, PeakMemory, start_seconds
+from graphsrt.benchmark.engine_process import OURS, EngineError, EngineProcess, EngineSpec, start_seconds
 from graphsrt.costs import Cost, Sizes, Step, cost
 from graphsrt.program import Program, arguments, aten
 
@@ -138,10 +138,9 @@ def measure(
             except EngineError as error:
                 bench.failures[spec.name] = str(error)
                 told(f"{spec.name} is left out: {str(error).splitlines()[0]}")
-        watches = {name: open_engines.enter_context(PeakMemory(engine)) for name, engine in engines.items()}
         for case in cases:
             bench.cases.append(_measure_case(case, engines, program, vocabulary, rounds, new, told))
-    bench.peak_bytes = {name: watch.bytes for name, watch in watches.items()}
+        bench.peak_bytes = {name: engine.peak_memory() for name, engine in engines.items()}
     _measure_ceilings(bench, program, cases, threads, told)
     return bench
 

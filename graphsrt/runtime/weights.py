@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphsrt import huge_pages
 from graphsrt.errors import CheckpointError, explain
+from graphsrt.huge_pages import HugePages
 from graphsrt.lowering.shared_memory import node_name
 from graphsrt.models.checkpoint import Checkpoint, SafetensorsCheckpoint, Slices, as_bytes, bounds
 from graphsrt.program import Program
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 READ_THREADS = 4  # of one rank: what a local disk needs to be busy
 
 Progress = Callable[[int, int, str], None]
+Own = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
 def load_weights(
@@ -50,22 +53,34 @@ def load_weights(
     bottom = source.bottom() if isinstance(source, Checkpoint) else None
     nodes: tuple[int, ...] = (rank,)
     read = in_node = total = 0
+    own = _owner(device)
     if isinstance(source, Checkpoint) and isinstance(bottom, SafetensorsCheckpoint):
-        weights, nodes, read, in_node = _stream(program, rank, source, bottom, device, progress, collectives)
+        weights, nodes, read, in_node = _stream(program, rank, source, bottom, own, progress, collectives)
         total = sum(file.size for file in bottom.files)
     else:
         weights = {}
         for name in program.weights:
-            weights[name] = _make(program, rank, name, source, device, copy=True)
+            weights[name] = own(_make(program, rank, name, source), True)
             if progress is not None:
                 progress(len(weights), len(program.weights), name)
     kept = sum(weight.numel() * weight.element_size() for weight in weights.values())
     return weights, LoadReport(rank, nodes, read, in_node, total, kept, time.perf_counter() - started)
 
 
-def _make(
-    program: Program, rank: int, name: str, source: TensorSource, device: str, *, copy: bool = False
-) -> torch.Tensor:
+def _owner(device: str) -> Own:
+    """Puts a value where a rank has its weights: own(value, whether it may not be the very same). What was read may be
+    the caller's, or part of a larger one; a rank owns its weights, and only them."""
+    if torch.device(device).type == "cpu":
+        pages = HugePages()
+        return lambda value, copy: pages.take(value, copy=copy)
+    return lambda value, copy: value.to(device, copy=copy or _is_part(value))
+
+
+def _is_part(value: torch.Tensor) -> bool:
+    return value.untyped_storage().nbytes() != value.numel() * value.element_size()
+
+
+def _make(program: Program, rank: int, name: str, source: TensorSource) -> torch.Tensor:
     weight = program.weights[name]
     value = evaluate(weight.recipe, rank, source, weight.dtype)
     if tuple(value.shape) != tuple(weight.shape):
@@ -73,9 +88,7 @@ def _make(
             explain(f"weight {name} has another shape than its recipe promises", where=f"rank {rank}",
                     expected=str(list(weight.shape)), got=str(list(value.shape)))
         )  # fmt: skip
-    # What was read may be the caller's own tensor, or part of a larger one; a rank owns its weights, and only them.
-    is_part = value.untyped_storage().nbytes() != value.numel() * value.element_size()
-    return value.to(device, copy=copy or is_part)
+    return value
 
 
 # -- a checkpoint in files ---------------------------------------------------------------------------------------------
@@ -96,7 +109,7 @@ class _Block:
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         if self.data is None:
-            self.data = torch.empty([stop - start for start, stop in self.box], dtype=dtype)
+            self.data = huge_pages.empty([stop - start for start, stop in self.box], dtype)
         return self.data
 
 
@@ -150,8 +163,8 @@ class _Arrived(_Without):
 
 
 def _stream(
-    program: Program, rank: int, source: Checkpoint, bottom: SafetensorsCheckpoint, device: str,
-    progress: Progress | None, collectives: ProcessCollectives | None,
+    program: Program, rank: int, source: Checkpoint, bottom: SafetensorsCheckpoint,
+    own: Own, progress: Progress | None, collectives: ProcessCollectives | None,
 ) -> tuple[dict[str, torch.Tensor], tuple[int, ...], int, int]:  # fmt: skip
     """The weights, the ranks of this machine, and bytes read by this rank and by all of the machine."""
     known: dict[tuple[str, Box], _Block] = {}  # integers and their scales read one matrix
@@ -167,7 +180,7 @@ def _stream(
         if name not in made and not any(block.missing for block in blocks[name]):
             shared = any(len(block.weights) > 1 for block in blocks[name])
             arrived = source.over(_Arrived(bottom, blocks[name]))
-            made[name] = _make(program, rank, name, arrived, device, copy=shared)
+            made[name] = own(_make(program, rank, name, arrived), shared)
             for block in blocks[name]:
                 block.weights.discard(name)
                 if not block.weights:
