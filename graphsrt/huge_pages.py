@@ -72,7 +72,7 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 def _map(num_bytes: int, in_pages: int) -> tuple[mmap.mmap, int]:
     """New memory, and the offset in it where a page begins: from there on it has ``num_bytes``."""
-    memory = mmap.mmap(-1, num_bytes + PAGE)
+    memory = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared is not had in them
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them

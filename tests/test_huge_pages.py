@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +47,21 @@ def test_take_copies_what_is_not_there_yet() -> None:
         taken = pages.take(given, copy=copy)
         assert torch.equal(taken, given) and taken.is_contiguous()
         assert taken.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without huge pages")
+@pytest.mark.parametrize("size", [64, LARGE + 1])
+def test_huge_pages_are_asked_for(size: int) -> None:
+    """Of private memory: whether shared memory has any is another setting, which is off on most systems."""
+    tensor = HugePages().empty([size], torch.int8)
+    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    (mine,) = (text for text in maps if text and _contains(text, tensor.data_ptr()))
+    assert mine.split()[1] == "rw-p" and "hg" in re.findall(r"^VmFlags: (.*)$", mine, re.MULTILINE)[0].split()
+
+
+def _contains(text: str, address: int) -> bool:
+    start, stop = (int(part, 16) for part in text.split()[0].split("-"))
+    return start <= address < stop
 
 
 @pytest.mark.parametrize("size", [64, 2 * LARGE])

@@ -182,7 +182,8 @@ def _measure_case(
 
 def decode_step(engine: EngineProcess, prompts: list[list[int]], new: int) -> tuple[float, float | None]:
     """Seconds of a step, and how much of it the host took, if the engine says. All tokens less the first: what comes
-    before decoding, cached or not, is in both."""
+    before decoding is in both, and as much of it is cached: the run before was of one token each time."""
+    engine.run(prompts, 1)
     one, every = engine.run(prompts, 1), engine.run(prompts, new)
     seconds = (every.seconds - one.seconds) / (new - 1)
     if not every.counters:
