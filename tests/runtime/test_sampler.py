@@ -110,6 +110,32 @@ def test_extremes_of_the_random_number_never_leave_the_kept_set() -> None:
     assert repeat(row, 1e-300, 0, 1.0, uniform).tolist() == [1, 3, 3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [1, 7, 64, 1000, 4099])
+def test_greedy_is_the_first_largest(dtype: torch.dtype, width: int) -> None:
+    """With many equal ones, of few different numbers; both zeros are equal."""
+    source = torch.Generator().manual_seed(width)
+    logits = torch.randint(-3, 3, (9, width), generator=source).to(dtype)
+    logits[3] = -math.inf
+    logits[3, width // 2] = torch.finfo(dtype).min
+    logits[4] = -0.0
+    logits[4, width // 3] = 0.0
+    zero = torch.zeros(9)
+    got = sample(logits, zero, zero.long(), torch.ones(9), zero)
+    assert got.tolist() == np.argmax(logits.double().numpy(), axis=1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("where", [0, 8, 1023, 1024])
+def test_no_nan_is_overlooked(dtype: torch.dtype, sign: float, where: int) -> None:
+    logits = torch.randn(2, 1025).to(dtype)
+    logits[1, where] = math.copysign(math.nan, sign)
+    zero = torch.zeros(2)
+    with pytest.raises(GraphsrtError, match=r"logit row 1(?s:.*)1 NaN of 1025"):
+        sample(logits, zero, zero.long(), torch.ones(2), zero)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
 def test_a_bad_row_is_an_error_that_names_it(temperature: float, bad: float | None) -> None:

@@ -19,7 +19,6 @@ def load(model: str, *, threads: int, dtype: str, context: int, batch: int, **_:
     scheduler.enable_prefix_caching = True  # prompts that were timed before decoding come again
     names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
     hints = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": names[dtype]}
-    hints["KV_CACHE_PRECISION"] = names[dtype]  # by itself it keeps keys and values in 8 bits
     engine = genai.ContinuousBatchingPipeline(model, scheduler_config=scheduler, device="CPU", properties=hints)
     return engine, openvino.get_version()
 
