@@ -25,11 +25,11 @@ _LINE = 64  # tensors begin with a cache line
 _mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by where the tensor begins
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """``torch.empty`` on the CPU, in huge pages if it is large. Memory that is not whole pages is ordinary."""
+def empty(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """``torch.empty``; on the CPU in huge pages if it is large. Memory that is not whole pages is ordinary."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < LARGE:
-        return torch.empty(list(shape), dtype=dtype, device="cpu")
+    if num_bytes < LARGE or device != "cpu":
+        return torch.empty(list(shape), dtype=dtype, device=device)
     memory, start = _map(num_bytes, num_bytes // PAGE * PAGE)
     tensor = _tensor(memory, start, shape, dtype)
     _mappings[tensor.data_ptr()] = memory
@@ -72,7 +72,8 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 def _map(num_bytes: int, in_pages: int) -> tuple[mmap.mmap, int]:
     """New memory, and the offset in it where a page begins: from there on it has ``num_bytes``."""
-    memory = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared is not had in them
+    # Private: whether shared memory gets huge pages is another setting, which is off on most systems.
+    memory = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them

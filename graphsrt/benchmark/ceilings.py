@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 
-from graphsrt.huge_pages import HugePages
+from graphsrt import huge_pages
 
 
 def read_bandwidth(num_bytes: int, seconds: float = 1.0) -> float:
     """Bytes a second, of all threads, in one pass over a buffer as large as the model's weights."""
-    buffer = HugePages().empty([max(num_bytes, 1 << 20) // 4], torch.float32).fill_(1.0)
+    buffer = huge_pages.empty([max(num_bytes, 1 << 20) // 4], torch.float32).fill_(1.0)
     return buffer.nbytes / _best(lambda: buffer.sum(), seconds)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphsrt import huge_pages
 from graphsrt.errors import CompileError
-from graphsrt.huge_pages import HugePages
 from graphsrt.lowering.captured_steps import Capture, CapturedSteps
 from graphsrt.lowering.collectives import ProcessCollectives
 from graphsrt.lowering.executable import Executable
@@ -101,11 +101,10 @@ class ModelRunner:
         self._logits_dtype = torch.float64 if program.dtype == torch.float64 else torch.float32
         self._req_to_token = torch.zeros(sizes.max_running, sizes.context_length, dtype=torch.int32, device=device)
         self._embeds = program.inputs.get("input_embeds")
-        empty = HugePages().empty if device == "cpu" else partial(_empty, device)
         self._kv_pools: dict[str, list[torch.Tensor]] = {}  # on each rank; unwritten slots are never read
         for name, declared in program.kv_pools.items():
             shape = [sizes.num_slots if size == "slots" else int(size) for size in declared.shape]
-            self._kv_pools[name] = [empty(shape, declared.dtype) for _ in range(pools or 1)]
+            self._kv_pools[name] = [huge_pages.empty(shape, declared.dtype, device) for _ in range(pools or 1)]
         self._pool_inputs: dict[str, Any] = {n: pool if pools else pool[0] for n, pool in self._kv_pools.items()}
         lent = {"req_to_token": self._req_to_token, **self._pool_inputs}
         self._captured: CapturedSteps | None = None
@@ -242,10 +241,6 @@ class ModelRunner:
 
     def _floats(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
-
-
-def _empty(device: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _closed(_: dict[str, Any]) -> dict[str, list[torch.Tensor]]:

@@ -73,11 +73,7 @@ def _owner(device: str) -> Own:
     if torch.device(device).type == "cpu":
         pages = HugePages()
         return lambda value, copy: pages.take(value, copy=copy)
-    return lambda value, copy: value.to(device, copy=copy or _is_part(value))
-
-
-def _is_part(value: torch.Tensor) -> bool:
-    return value.untyped_storage().nbytes() != value.numel() * value.element_size()
+    return lambda value, copy: value.to(device, copy=copy)  # to another device is a copy of just this
 
 
 def _make(program: Program, rank: int, name: str, source: TensorSource) -> torch.Tensor:
