@@ -136,7 +136,9 @@ def greedy(family: str, prompts: list[list[int]], count: int) -> list[list[int]]
 def test_one_text_for_any_number_of_tokens() -> None:
     """No size of the step is written into the program: the same text runs 1, 2 and 37 tokens."""
     text = str(traced("llama").program())
-    assert "i64[T]" in text and "1009" not in text
+    # Times of the passes may have any digits.
+    body = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("pass "))
+    assert "i64[T]" in body and "1009" not in body
 
 
 @pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family != "llama_tied"])

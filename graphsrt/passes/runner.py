@@ -317,7 +317,7 @@ def _run_one(
 
 def _finish(report: PassReport, program: Program, limit: int | None, required: bool, start: float) -> PassReport:
     _check_count(report, limit, required)
-    report.milliseconds = (time.perf_counter() - start) * 1e3
+    report.milliseconds = round((time.perf_counter() - start) * 1e3, 3)
     report.nodes_after = len(program.nodes)
     program.history.append(report)
     return report
