@@ -61,9 +61,10 @@ def test_products_are_those_of_float64(dtype, shape, biased, drawn):
 
 @pytest.mark.parametrize("dtype", linear.DTYPES)
 def test_a_row_does_not_depend_on_the_others(dtype, drawn):
-    x, w = drawn(200, 1100).to(dtype), drawn(77, 1100).to(dtype)
+    given = linear.rows_for_onednn() if dtype is torch.bfloat16 else None
+    x, w = drawn(200 if given is None else given - 1, 1100).to(dtype), drawn(77, 1100).to(dtype)
     alone = torch.cat([linear.dense_linear(row[None], w) for row in x])
-    for rows in ROWS:
+    for rows in (*ROWS, len(x)):
         assert torch.equal(linear.dense_linear(x[:rows], w), alone[:rows])
     x[1::2] = float("nan")
     assert torch.equal(linear.dense_linear(x, w)[::2], alone[::2])

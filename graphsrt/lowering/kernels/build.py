@@ -2,7 +2,8 @@
 
 The compiler is called directly: one source file needs no ninja, and no helper process at start-up. Results are kept in
 ``$GRAPHSRT_CACHE/kernels/<name>-<hash>/`` (default ``~/.cache/graphsrt``), the hash covering everything that a build
-depends on, with the headers beside the source. The compiler is ``$CXX`` where set, else the first of g++, clang++, c++.
+depends on, with the headers beside the source and those of the folder above, which kernels share. The compiler is
+``$CXX`` where set, else the first of g++, clang++, c++.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ def _compile_flags() -> list[str]:
 
 
 def _build_key(source: Path, flags: Sequence[str]) -> str:
+    headers = [*sorted(source.parent.glob("*.h")), *sorted(source.parent.parent.glob("*.h"))]
     facts = [
-        *(hashlib.sha256(file.read_bytes()).hexdigest() for file in (source, *sorted(source.parent.glob("*.h")))),
+        *(hashlib.sha256(file.read_bytes()).hexdigest() for file in (source, *headers)),
         *flags,
         os.environ.get("CXX", ""),
         torch.__version__,

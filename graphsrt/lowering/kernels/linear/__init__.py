@@ -46,8 +46,18 @@ SHIMS = {
 def load() -> ctypes.CDLL:
     """Put the library into this process, for all: compiled once a machine. Raises ``CompileError``."""
     library = ctypes.CDLL(str(build_library("linear", SOURCE)), mode=ctypes.RTLD_GLOBAL)
-    library.graphsrt_use_matrix_hardware(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    rows = rows_for_onednn()
+    if rows is not None:
+        library.graphsrt_rearrange_from(ctypes.c_int64(rows))
     return library
+
+
+def rows_for_onednn() -> int | None:
+    """From so many rows of bfloat16 on, oneDNN is called instead: it has this processor's fastest products, of weights
+    that it rearranges in each call. None: never. Where it does, a row's result depends on how many there are."""
+    if torch.cpu._is_amx_tile_supported():
+        return 16
+    return 64 if torch.cpu._is_avx512_bf16_supported() else None
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -21,7 +21,7 @@ struct Plain {
   const T* data;
   int64_t K;
   const T* at(int64_t row, int64_t k) const { return data + row * K + k; }
-  float scale(int64_t) const { return 1.0f; }
+  Vec scales(int64_t, int64_t) const { return Vec(1.0f); }
   static Vec load(const T* p) {
     if constexpr (std::is_same_v<T, float>) return Vec::loadu(p);
 #if defined(CPU_CAPABILITY_AVX2)
@@ -49,10 +49,10 @@ struct Plain {
 
 struct Int8 {
   const int8_t* data;
-  const float* scales;  // [N]
+  const float* of_rows;  // [N]
   int64_t K;
   const int8_t* at(int64_t row, int64_t k) const { return data + row * K + k; }
-  float scale(int64_t row) const { return scales[row]; }
+  Vec scales(int64_t row, int64_t count) const { return load_floats(of_rows + row, count); }
   static Vec load(const int8_t* p) {
 #if defined(CPU_CAPABILITY_AVX2)
     return Vec(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))));
@@ -77,13 +77,14 @@ void decode(const Format& w, int64_t row, int64_t k, int64_t n, float* out) {
 
 // ---- dot products --------------------------------------------------------------------------------------------------
 
-// sums[m · STRIDE + r] += x row m · w row r, over n columns; rows of x lie one behind the other.
+// sums[m · STRIDE + r] = x row m · w row r, over n columns, or += if these are not the `first`; rows of x lie one behind
+// the other.
 // `AHEAD`: w comes out of memory, and what follows these rows is asked for.
 template <int M, int N, bool AHEAD, class Format, class P>
-inline void tile(const float* x, const P* w, int64_t n, Vec* sums) {
+inline void tile(const float* x, const P* w, int64_t n, Vec* sums, bool first) {
   Vec own[M][N];
   for (int m = 0; m < M; ++m)
-    for (int r = 0; r < N; ++r) own[m][r] = sums[m * STRIDE + r];
+    for (int r = 0; r < N; ++r) own[m][r] = first ? Vec(0.0f) : sums[m * STRIDE + r];
   int64_t k = 0;
   const auto step = [&](auto&& of_w, auto&& of_x) {
     Vec b[N];
@@ -150,20 +151,24 @@ struct FloatProduct {
   static constexpr int MR = VL == 16 ? 6 : 4, NR = VL == 16 ? 4 : 3;
   static constexpr int side_by_side(int m) { return m == 1 ? 6 : m == 2 ? 4 : NR; }
 
+  static constexpr int FEW = 4;  // up to so many rows of x, w comes out of memory as it is needed
+  static constexpr bool BY_ROW = true;
+
   template <class Y>
   FloatProduct(const Format& w, const Y* x, int64_t M)
       : w(w), x(x, M, w.K, M <= FEW ? std::max<int64_t>(1, w.K) : KB) {}
 
-  float scale(int64_t row) const { return w.scale(row); }
+  Vec scales(int64_t row, int64_t count) const { return w.scales(row, count); }
 
   template <int M, int R>
-  void few(int64_t row, int64_t m0, int64_t k, Vec* sums) const {
+  void few(const Strip&, int64_t row, int64_t m0, int64_t k, Vec* sums) const {
     meet<M, R, true>(row, m0, k, sums);
   }
 
   // While rows of x meet these rows of w, the memory is asked for those that come next, a part by each tile.
   template <int R>
-  void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t next_row, int64_t next_k) const {
+  void many(const Strip&, int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t next_row,
+            int64_t next_k) const {
     const int64_t bytes = x.width(next_k) * sizeof(*w.at(0, 0)), tiles = (m + MR - 1) / MR;
     int64_t asked = 0, turn = 0;
     in_tiles<MR>(m, [&](auto rows, int64_t i) {
@@ -178,7 +183,7 @@ struct FloatProduct {
   void meet(int64_t row, int64_t m, int64_t k, Vec* sums) const {
     decltype(w.at(0, 0)) rows[R];
     for (int r = 0; r < R; ++r) rows[r] = w.at(row + r, k);
-    tile<M, R, AHEAD, Format>(x.at(m, k), rows, x.width(k), sums);
+    tile<M, R, AHEAD, Format>(x.at(m, k), rows, x.width(k), sums, k == 0);
   }
 };
 

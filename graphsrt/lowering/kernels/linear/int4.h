@@ -187,12 +187,12 @@ inline void load_pairs(const uint32_t* p, int64_t count, Vec& scale, Vec& offset
 #endif
 }
 
-// sums[m · STRIDE + r] += x row m0 + m · w row `row` + r, over the block of columns from k on.
+// sums[m · STRIDE + r] += x row m0 + m · w row `row` + r, over the block of columns from k on. The first one begins.
 template <int M, int R>
 void int4_tile(const Rounded& x, int64_t m0, int64_t k, const Int4& w, int64_t row, Vec* sums) {
   Vec own[M][R];
   for (int m = 0; m < M; ++m)
-    for (int r = 0; r < R; ++r) own[m][r] = sums[m * STRIDE + r];
+    for (int r = 0; r < R; ++r) own[m][r] = k ? sums[m * STRIDE + r] : Vec(0.0f);
   const int64_t n = x.width(k), groups = std::min(n, w.K - k) / GROUP;
   const int16_t* of_x = x.at(m0, k);
   const float* scales = x.scales.get() + m0 * x.groups + k / GROUP;
@@ -250,19 +250,22 @@ struct Int4Product {
   static_assert(COLUMNS % STEP == 0);
   static constexpr int side_by_side(int m) { return m == 1 ? 4 : m == 2 ? 3 : NR; }
 
+  static constexpr int FEW = 4;
+  static constexpr bool BY_ROW = true;
+
   template <class Y>
   Int4Product(const Int4& w, const Y* x, int64_t M)
       : w(w), x(x, M, w.K, M <= FEW ? std::max(BLOCK, rounded_up(w.K, BLOCK)) : COLUMNS) {}
 
-  float scale(int64_t) const { return 1.0f; }
+  Vec scales(int64_t, int64_t) const { return Vec(1.0f); }
 
   template <int M, int R>
-  void few(int64_t row, int64_t m0, int64_t k, Vec* sums) const {
+  void few(const Strip&, int64_t row, int64_t m0, int64_t k, Vec* sums) const {
     int4_tile<M, R>(x, m0, k, w, row, sums);
   }
 
   template <int R>
-  void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t, int64_t) const {
+  void many(const Strip&, int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t, int64_t) const {
     in_tiles<MR>(m, [&](auto rows, int64_t i) {
       int4_tile<decltype(rows)::value, R>(x, m0 + i, k, w, row, sums + i * STRIDE);
     });

@@ -6,7 +6,7 @@
 // does not depend on which others are in the batch.
 //
 // This file divides the work (`part`), and has what is called from outside. How x and w become numbers that are
-// multiplied, and the innermost loops, are in floats.h (float32) and int4.h (integers).
+// multiplied, and the innermost loops, are in floats.h (float32), pairs.h (bfloat16 in hardware) and int4.h (integers).
 //
 // Regions that Inductor compiles call the C functions at the end; the dispatcher calls the rest.
 #include <ATen/Parallel.h>
@@ -17,29 +17,33 @@
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "floats.h"
 #include "int4.h"
+#include "pairs.h"
 
 namespace {
 
 // ---- a product -----------------------------------------------------------------------------------------------------
 
-// Rows n0..n1 of w with all rows of x. A product (FloatProduct, Int4Product) holds both, and adds to the sums of
-// a tile what a block of columns gives.
+// Rows n0..n1 of w with all rows of x. A product (FloatProduct, PairProduct, Int4Product) holds both, and adds to the
+// sums of a tile what a block of columns gives; the first block begins them.
 template <class Product, class Y>
 void part(const Product& product, int64_t N, const Y* bias, Y* y, int64_t n0, int64_t n1) {
   alignas(64) thread_local Vec sums[MB * STRIDE];
   const int64_t K = product.w.K, M = product.x.M, block = product.x.block;
   for (int64_t m0 = 0; m0 < M; m0 += MB) {
     const int64_t m = std::min(MB, M - m0);
-    const bool by_row = m * K <= 1 << 16;  // x stays in the second cache: read w as it lies
+    const bool by_row = Product::BY_ROW && m * K <= 1 << 16;  // x stays in the second cache: read w as it lies
     for (int64_t w0 = n0; w0 < n1; w0 += WIDE) {
       const int64_t wide = std::min(WIDE, n1 - w0);
-      for (int64_t i = 0; i < m; ++i) std::fill_n(sums + i * STRIDE, wide, Vec(0.0f));
+      const Strip strip{w0, wide};
+      if (K == 0)
+        for (int64_t i = 0; i < m; ++i) std::fill_n(sums + i * STRIDE, wide, Vec(0.0f));
       const auto over = [&](auto side, auto&& meet) {
         constexpr int SIDE = decltype(side)::value;
         // And what comes next, unless that is nothing: then the same again.
@@ -56,31 +60,26 @@ void part(const Product& product, int64_t N, const Y* bias, Y* y, int64_t n0, in
             });
         }
       };
-      const auto few = [&](auto rows_of_x) {
-        constexpr int FOR = decltype(rows_of_x)::value;
-        constexpr std::integral_constant<int, Product::side_by_side(FOR)> side;
-        over(side, [&](auto rows, int64_t r, int64_t k, int64_t, int64_t) {
-          product.template few<FOR, decltype(rows)::value>(w0 + r, m0, k, sums + r);
+      if (m <= Product::FEW)
+        as_constant<Product::FEW>(m, [&](auto rows_of_x) {
+          constexpr int FOR = decltype(rows_of_x)::value;
+          constexpr std::integral_constant<int, Product::side_by_side(FOR)> side;
+          over(side, [&](auto rows, int64_t r, int64_t k, int64_t, int64_t) {
+            product.template few<FOR, decltype(rows)::value>(strip, w0 + r, m0, k, sums + r);
+          });
         });
-      };
-      if (m == 1) few(std::integral_constant<int, 1>());
-      else if (m == 2) few(std::integral_constant<int, 2>());
-      else if (m == 3) few(std::integral_constant<int, 3>());
-      else if (m == FEW) few(std::integral_constant<int, FEW>());
       else
         over(std::integral_constant<int, Product::NR>(),
              [&](auto rows, int64_t r, int64_t k, int64_t next_r, int64_t next_k) {
-               product.template many<decltype(rows)::value>(w0 + r, m0, m, k, sums + r, w0 + next_r, next_k);
+               product.template many<decltype(rows)::value>(strip, w0 + r, m0, m, k, sums + r, w0 + next_r, next_k);
              });
       for (int64_t i = 0; i < m; ++i) {
         Y* out = y + (m0 + i) * N + w0;
         for (int64_t j = 0; j < wide; j += VL) {
-          alignas(64) float sum[VL];
-          totals(sums + i * STRIDE + j).store(sum);
-          for (int64_t c = j; c < std::min(wide, j + VL); ++c) {
-            const float own = sum[c - j] * product.scale(w0 + c);
-            out[c] = static_cast<Y>(bias ? own + static_cast<float>(bias[w0 + c]) : own);
-          }
+          const int64_t count = std::min(VL, wide - j);
+          Vec sum = totals(sums + i * STRIDE + j) * product.scales(w0 + j, count);
+          if (bias) sum = sum + load_floats(bias + w0 + j, count);
+          store_floats(sum, out + j, count);
         }
       }
     }
@@ -100,8 +99,8 @@ void multiply(const Format& w, const at::Tensor& x, int64_t N, const at::Tensor*
   });
 }
 
-bool matrix_hardware = false;    // oneDNN multiplies 16-bit numbers in hardware
-constexpr int64_t MATRIX_ROWS = 16;  // from so many rows on that is worth its call
+// From so many rows on, bfloat16 is oneDNN's to multiply: it rearranges w first, in each call.
+int64_t rows_to_rearrange_for = std::numeric_limits<int64_t>::max();
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("linear: " + what); }
 
@@ -130,12 +129,16 @@ at::Tensor linear(const at::Tensor& given, const at::Tensor& w, const at::Tensor
   check(w.dim() == 2 && w.is_contiguous() && x.dim() >= 1 && x.size(-1) == w.size(1), "w must be [N, K] for x [.., K]");
   check(w.scalar_type() == x.scalar_type(), "x and w must have one dtype");
   const int64_t N = w.size(0), K = w.size(1), M = K ? x.numel() / K : 0;
-  if (matrix_hardware && x.scalar_type() != at::kFloat && M >= MATRIX_ROWS)
+  if (x.scalar_type() == at::kBFloat16 && M >= rows_to_rearrange_for)
     return at::linear(x, w, bias ? std::optional<at::Tensor>(*bias) : std::nullopt);
   at::Tensor y = at::empty(result_sizes(x, N), x.options());
   with_activations(x.scalar_type(), [&](auto tag) {
     using Y = decltype(tag);
-    multiply<FloatProduct<Plain<Y>>, Plain<Y>, Y>({w.const_data_ptr<Y>(), K}, x, N, bias, y);
+    const Plain<Y> of_w{w.const_data_ptr<Y>(), K};
+#ifdef PAIRS_IN_HARDWARE
+    if constexpr (std::is_same_v<Y, BFloat16>) return multiply<PairProduct, Plain<Y>, Y>(of_w, x, N, bias, y);
+#endif
+    multiply<FloatProduct<Plain<Y>>, Plain<Y>, Y>(of_w, x, N, bias, y);
   });
   return y;
 }
@@ -223,6 +226,5 @@ AOTITorchError aoti_torch_cpu_int4_linear(AtenTensorHandle x, AtenTensorHandle q
   return guarded(result, [&] { return int4_linear(tensor(x), tensor(q), tensor(pairs), optional_tensor(bias)); });
 }
 
-// Whether oneDNN multiplies 16-bit numbers in hardware here: products of many rows are then its.
-void graphsrt_use_matrix_hardware(bool use) { matrix_hardware = use; }
+void graphsrt_rearrange_from(int64_t rows) { rows_to_rearrange_for = rows; }
 }

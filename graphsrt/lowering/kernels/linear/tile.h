@@ -4,15 +4,9 @@
 // is formed in the same order however the work is divided.
 #pragma once
 
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
-#include <algorithm>
-#include <cstdint>
 #include <cstring>
-#include <type_traits>
+
+#include "../vectors.h"
 
 namespace {
 
@@ -22,9 +16,13 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t VL = Vec::size();
 
 constexpr int64_t MB = 96;    // rows of x that are gone through with one block of columns: in the second cache
-constexpr int64_t FEW = 4;    // up to so many rows of x, weights are decoded in registers
 constexpr int64_t WIDE = 24;  // rows of w whose sums are under way at a time: a multiple of all that go side by side
 constexpr int64_t STRIDE = WIDE + VL;  // sums of a row of x, with room for whole vectors at the end
+
+// The rows of w whose sums are under way.
+struct Strip {
+  int64_t begin, rows;
+};
 
 // Rows of w that are gone through side by side lie one behind the other, and so do the next ones. The processor sees
 // short streams that end and begin; this asks for what comes after them, as much at a time as is used at a time.
@@ -58,20 +56,53 @@ inline void in_tiles(int64_t count, F&& f, int64_t from = 0) {
   if constexpr (MOST > 1) in_tiles<MOST - 1>(count, f, from);
 }
 
-#if defined(CPU_CAPABILITY_AVX2)
-// The totals of eight vectors, in order.
+// The totals of VL vectors, in order.
 inline Vec totals(const Vec* v) {
+#if defined(CPU_CAPABILITY_AVX2)
   const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
   const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
   return Vec(_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
-}
+#elif defined(CPU_CAPABILITY_AVX512)
+  return Vec(totals16(v));
 #else
-inline Vec totals(const Vec* v) {
   alignas(64) float out[VL];
   for (int64_t i = 0; i < VL; ++i)
     out[i] = at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, Vec(v[i]));
   return Vec::loadu(out);
-}
 #endif
+}
+
+// `count` numbers of at most VL.
+template <class T>
+inline Vec load_floats(const T* p, int64_t count) {
+  alignas(64) float out[VL] = {};
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(p[i]);
+  return Vec::loadu(out);
+}
+
+template <class T>
+inline void store_floats(Vec v, T* p, int64_t count) {
+  alignas(64) T out[VL];
+  if constexpr (std::is_same_v<T, float>) {
+    v.store(out);
+#if defined(CPU_CAPABILITY_AVX2)
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    _mm_store_si128(reinterpret_cast<__m128i*>(out), at::vec::cvtfp32_bf16(v));
+  } else {
+    _mm_store_si128(reinterpret_cast<__m128i*>(out), at::vec::cvtfp32_fp16(v));
+#elif defined(CPU_CAPABILITY_AVX512)
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(out), at::vec::cvtfp32_bf16(v));
+  } else {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(out), at::vec::cvtfp32_fp16(v));
+#else
+  } else {
+    alignas(64) float wide[VL];
+    v.store(wide);
+    for (int64_t i = 0; i < VL; ++i) out[i] = static_cast<T>(wide[i]);
+#endif
+  }
+  std::copy_n(out, count, p);
+}
 
 }  // namespace

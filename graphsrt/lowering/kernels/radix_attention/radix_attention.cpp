@@ -5,9 +5,10 @@
 // of KV indices and depend on nothing but the sequence itself, so a row's result is bitwise the same whatever else is
 // in the batch, on any number of threads; and the same, to rounding, however its prompt was cut into chunks.
 //
-// Two ways to compute a block:
+// Ways to compute a block:
 //   direct  one query token: all query heads of a KV head against each K and V row where it lies in the pool
-//   tiled   several: K is transposed and V copied into per-thread panels, then register-blocked products
+//   tiled   several: K is transposed and V copied into per-thread panels, then register-blocked products; pairs.h has
+//           the pieces for processors that multiply pairs of bfloat16
 // A KV row is read only if some query of the item may see it, and a value enters only sums of queries that may see it
 // (never as 0 * value), so NaN in freed slots, later tokens or padding cannot spread.
 //
@@ -16,8 +17,6 @@
 #include <Python.h>
 
 #include <ATen/Parallel.h>
-#include <ATen/cpu/vec/vec.h>
-#include <ATen/cpu/vec/functional.h>  // after vec.h, which includes it itself for AVX2 only
 #include <c10/util/Float8_e4m3fn.h>
 
 #include <algorithm>
@@ -31,6 +30,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "pairs.h"
+
 namespace {
 
 using at::vec::Vectorized;
@@ -42,7 +43,7 @@ constexpr int64_t BLOCK = 64;    // KV tokens per online-softmax step
 constexpr int64_t SPLIT = 256;   // KV tokens per item when one query block walks a long context; a multiple of BLOCK
 constexpr int64_t ROWS = 48;     // target rows (query tokens x query heads per KV head) of a query block
 constexpr int64_t DIRECT_ROWS = 8;
-constexpr int64_t VALUE_BYTES = 8192;  // of V rows per pass over the output's columns: they stay in the first cache
+constexpr int64_t VALUES = 16;   // V rows per pass over the output's columns
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int TILE_M = 12;       // 12 x 2 accumulators of 32 registers
 #else
@@ -117,6 +118,19 @@ inline __m256 load_fp32_from_fp8(const Float8* p) {
 }
 #endif
 
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+template <class T>
+inline __m256 load_eight(const T* p) {
+  if constexpr (std::is_same_v<T, float>) return _mm256_loadu_ps(p);
+  else if constexpr (std::is_same_v<T, Float8>) return load_fp32_from_fp8(p);
+  else {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    if constexpr (std::is_same_v<T, Half>) return _mm256_cvtph_ps(bits);
+    else return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+}
+#endif
+
 template <class A, class T>
 inline Vectorized<A> load(const T* p) {
   if constexpr (std::is_same_v<A, T>) {
@@ -186,6 +200,24 @@ inline Vectorized<A> exp_nonpositive(const Vectorized<A>& x) {
     p = _mm256_mul_ps(p, _mm256_castsi256_ps(exponent));
     // Below the clamp the result is zero: exp(-87) is 1e-38 and masked entries must be exactly nothing.
     return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_LT_OQ), p);
+  }
+#elif defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<A, float>) {
+    const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
+    const __m512 n = _mm512_roundscale_ps(
+        _mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    const __m512i exponent = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
+    p = _mm512_mul_ps(p, _mm512_castsi512_ps(exponent));
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), p);
   }
 #endif
   return x.exp();
@@ -267,32 +299,23 @@ template <class A, class T, int MR, int NR>
 inline void weigh_columns(const A* p, int64_t ldp, const T* const* rows, int64_t count, int64_t d, A* o, int64_t ldo) {
   using Vec = Vectorized<A>;
   constexpr int VL = Vec::size();
-  Vec acc[MR][NR];
-#pragma GCC unroll 4
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) acc[m][n] = Vec::loadu(o + m * ldo + d + n * VL);
+  Vec sums[MR * NR];
+  each<MR * NR>([&](auto i) { sums[i] = Vec::loadu(o + i / NR * ldo + d + i % NR * VL); });
   for (int64_t c = 0; c < count; ++c) {
-    Vec vv[NR];
-#pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) vv[n] = load<A>(rows[c] + d + n * VL);
-#pragma GCC unroll 4
-    for (int m = 0; m < MR; ++m) {
-      const Vec pv(p[m * ldp + c]);
-#pragma GCC unroll 4
-      for (int n = 0; n < NR; ++n) acc[m][n] = at::vec::fmadd(pv, vv[n], acc[m][n]);
-    }
+    Vec value[NR];
+    each<NR>([&](auto n) { value[n] = load<A>(rows[c] + d + n * VL); });
+    each<MR>([&](auto m) {
+      const Vec weight(p[m * ldp + c]);
+      each<NR>([&](auto n) { sums[m * NR + n] = at::vec::fmadd(weight, value[n], sums[m * NR + n]); });
+    });
   }
-#pragma GCC unroll 4
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) acc[m][n].store(o + m * ldo + d + n * VL);
+  each<MR * NR>([&](auto i) { sums[i].store(o + i / NR * ldo + d + i % NR * VL); });
 }
 
 template <class A, class T, int MR>
 void weigh_rows(const A* p, int64_t ldp, const T* const* rows, int64_t count, int64_t D, A* o, int64_t ldo) {
   constexpr int VL = Vectorized<A>::size();
-  constexpr int NR = MR <= 2 ? 4 : 2;
+  constexpr int NR = VL == 16 || MR <= 2 ? 4 : 2;
   int64_t d = 0;
   for (; d + NR * VL <= D; d += NR * VL) weigh_columns<A, T, MR, NR>(p, ldp, rows, count, d, o, ldo);
   for (; d < D; d += VL) weigh_columns<A, T, MR, 1>(p, ldp, rows, count, d, o, ldo);
@@ -302,7 +325,7 @@ template <class T>
 inline void prefetch_row(const T* row, int64_t D) {
   const char* p = reinterpret_cast<const char*>(row);
   const int64_t bytes = D * static_cast<int64_t>(sizeof(T));
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
   asm volatile("" ::"r"(p));  // GCC takes a function that only prefetches for one that does nothing
 }
 
@@ -314,13 +337,13 @@ void pack_keys(const T* const* rows, int64_t c0, int64_t c1, int64_t D, A* panel
   int64_t c = c0;
   while (c < c1) {
     A* column = panels + (c / PW) * D * PW + c % PW;
-#if defined(CPU_CAPABILITY_AVX2)
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<A, float>) {
       if (c % 8 == 0 && c + 8 <= c1 && D % 8 == 0) {
         for (int64_t d = 0; d < D; d += 8) {
           __m256 x[8], y[8];
 #pragma GCC unroll 8
-          for (int i = 0; i < 8; ++i) x[i] = load<float>(rows[c + i] + d);
+          for (int i = 0; i < 8; ++i) x[i] = load_eight(rows[c + i] + d);
 #pragma GCC unroll 4
           for (int i = 0; i < 8; i += 2) {
             y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
@@ -489,6 +512,17 @@ struct Attention {
     return s;
   }
 
+  static constexpr bool PAIRS = std::is_same_v<A, float> && std::is_same_v<T, BFloat16>;
+
+  // Whether queries and keys are multiplied as they are.
+  bool in_pairs() const {
+#ifdef PAIRS_IN_HARDWARE
+    return PAIRS && x.q_dtype == kBFloat16;
+#else
+    return false;
+#endif
+  }
+
   bool is_direct(const Item& item) const {
     return item.qn == 1 && G <= DIRECT_ROWS && D % VL == 0 && Dv % VL == 0;
   }
@@ -496,7 +530,8 @@ struct Attention {
   const int32_t* slots_of(const Item& it) const { return x.req_to_token + x.req_pool_indices[it.b] * x.req_stride; }
 
   // The direct items walk their blocks with all their heads at once, as a slot's heads lie side by side. While a block
-  // is computed, the memory may be asked for the next one: of this item, or of the item that comes next.
+  // is computed, the memory is asked for the next one, of this item or of the item that comes next: a little at a time,
+  // and into the second cache, as the first one has no room for a block.
   void attend_direct(const Item& it, const Item* after) const {
     const int64_t heads = it.h1 - it.h0, M = G;
     Scratch<A>& all = scratch(heads * M);
@@ -506,10 +541,8 @@ struct Attention {
     std::fill_n(all.l, heads * M, A(0));
     const int32_t* slots = slots_of(it);
     const T *k_rows[BLOCK], *v_rows[BLOCK], *rows[BLOCK];
-    // Where what is read of a slot is long, the processor sees by itself that it goes on.
-    const int64_t bytes = heads * std::max(D, Dv) * static_cast<int64_t>(sizeof(T));
-    const bool scattered = bytes < 1024;
-    const int64_t values = std::clamp<int64_t>(VALUE_BYTES / bytes, 4, 32);
+    const bool pairs = in_pairs() && D % 32 == 0;
+    const int64_t dots = pairs ? 16 : 4;  // of so many keys at a time
     const T* const all_k = reinterpret_cast<const T*>(x.pool_k);
     const T* const all_v = reinterpret_cast<const T*>(x.pool_v);
     for (int64_t j0 = it.j0 / BLOCK * BLOCK; j0 < it.j1; j0 += BLOCK) {
@@ -517,25 +550,33 @@ struct Attention {
       const bool here = j0 + BLOCK < it.j1;
       const Item* next = here ? &it : after;
       const int64_t next_j = here ? j0 + BLOCK : next ? next->j0 : 0;
-      const int64_t next_count = next && scattered ? std::min(BLOCK, next->j1 - next_j) : 0;
+      const int64_t next_count = next ? std::min(BLOCK, next->j1 - next_j) : 0;
       const int32_t* next_slots = next ? slots_of(*next) + next_j : nullptr;
-      const auto ask = [&](const T* of, int64_t c, int64_t count, int64_t width) {
-        for (int64_t i = c; i < std::min(c + count, next_count); ++i) {
-          const T* row = of + next_slots[i] * x.pool_stride_s + next->h0 * x.pool_stride_h;
-          for (int64_t h = 0; h < next->h1 - next->h0; ++h) prefetch_row(row + h * x.pool_stride_h, width);
-        }
+      const auto ask = [&](const T* of, int64_t c, int64_t count, int64_t h, int64_t width) {
+        const T* head = of + (next ? next->h0 + h : 0) * x.pool_stride_h;
+        for (int64_t i = c; i < std::min(c + count, next_count); ++i)
+          prefetch_row(head + next_slots[i] * x.pool_stride_s, width);
       };
       for (int64_t c = c0; c < c1; ++c) {
         k_rows[c] = all_k + it.h0 * x.pool_stride_h + slots[j0 + c] * x.pool_stride_s;
         v_rows[c] = all_v + it.h0 * x.pool_stride_h + slots[j0 + c] * x.pool_stride_s;
       }
-      // Dots come in fours: the columns that fill up a four repeat a row in range and are masked below.
-      for (int64_t c = c0 / 4 * 4; c < c0; ++c) k_rows[c] = k_rows[c0];
-      for (int64_t c = c1; c < ceil_div(c1, 4) * 4; ++c) k_rows[c] = k_rows[c1 - 1];
-      for (int64_t c = c0 / 4 * 4; c < c1; c += 4) {
-        ask(all_k, c, 4, D);
+      // The columns that fill up a group of dots repeat a row in range, and are masked below.
+      for (int64_t c = c0 / dots * dots; c < c0; ++c) k_rows[c] = k_rows[c0];
+      for (int64_t c = c1; c < ceil_div(c1, dots) * dots; ++c) k_rows[c] = k_rows[c1 - 1];
+      for (int64_t c = c0 / dots * dots; c < c1; c += dots) {
         for (int64_t h = 0; h < heads; ++h) {
-          for (int64_t i = 0; i < 4; ++i) rows[i] = k_rows[c + i] + h * x.pool_stride_h;
+          ask(all_k, c, dots, h, D);
+          for (int64_t i = 0; i < dots; ++i) rows[i] = k_rows[c + i] + h * x.pool_stride_h;
+#ifdef PAIRS_IN_HARDWARE
+          if constexpr (PAIRS)
+            if (pairs) {
+              for (int64_t m = 0; m < M; ++m)
+                dot_sixteen(query<BFloat16>(it.b, it.q0, (it.h0 + h) * G + m), rows, D,
+                            static_cast<A>(x.scale * x.k_scale), all.s + (h * M + m) * BLOCK + c);
+              continue;
+            }
+#endif
           const A* q = all.q + h * M * Dp;
           A* s = all.s + h * M * BLOCK + c;
           int64_t m = 0;
@@ -546,10 +587,10 @@ struct Attention {
       }
       const int64_t shift = j0 - last_key(it.b, it.q0) + 1;
       for (int64_t r = 0; r < heads * M; ++r) softmax_step(all, r, it.h0 * G + r, shift, c0, c1);
-      for (int64_t c = c0; c < c1; c += values) {
-        const int64_t count = std::min(values, c1 - c);
-        ask(all_v, c, values, Dv);
+      for (int64_t c = c0; c < c1; c += VALUES) {
+        const int64_t count = std::min(VALUES, c1 - c);
         for (int64_t h = 0; h < heads; ++h) {
+          ask(all_v, c, VALUES, h, Dv);
           for (int64_t i = 0; i < count; ++i) rows[i] = v_rows[c + i] + h * x.pool_stride_h;
           weigh_direct(all.from_row(h * M, Dp, Dvp), M, rows, c, count);
         }
@@ -558,7 +599,56 @@ struct Attention {
     for (int64_t h = 0; h < heads; ++h) deliver(it, it.h0 + h, all.from_row(h * M, Dp, Dvp));
   }
 
+#ifdef PAIRS_IN_HARDWARE
+  void attend_pairs(const Item& it, int64_t h) const {
+    const int64_t M = it.qn * G, key_pairs = ceil_div(D, 2);
+    Scratch<A>& w = scratch(M);
+    static thread_local PairScratch of;
+    of.reserve(M, BLOCK, key_pairs, Dvp);
+    for (int64_t r = 0; r < M; ++r)
+      pack_query(query<BFloat16>(it.b, it.q0 + r / G, h * G + r % G), D, of.q + r * key_pairs);
+    std::fill_n(w.o, M * Dvp, A(0));
+    std::fill_n(w.m, M, NEG_INF);
+    std::fill_n(w.l, M, A(0));
+    const int32_t* slots = slots_of(it);
+    const T* pool_k = reinterpret_cast<const T*>(x.pool_k) + h * x.pool_stride_h;
+    const T* pool_v = reinterpret_cast<const T*>(x.pool_v) + h * x.pool_stride_h;
+    const T *k_rows[BLOCK], *v_rows[BLOCK];
+    for (int64_t j0 = it.j0 / BLOCK * BLOCK; j0 < it.j1; j0 += BLOCK) {
+      const int64_t c0 = std::max(it.j0 - j0, int64_t(0)), c1 = std::min(it.j1 - j0, BLOCK);
+      for (int64_t c = c0; c < c1; ++c) {
+        k_rows[c] = pool_k + slots[j0 + c] * x.pool_stride_s;
+        v_rows[c] = pool_v + slots[j0 + c] * x.pool_stride_s;
+      }
+      pack_column_pairs(k_rows, c0, c1, D, of.keys);
+      const bool finite = pack_row_pairs(v_rows, c0, c1, Dv, BLOCK / 2, of.values);
+      const int64_t from = c0 / PAIR_COLUMNS * PAIR_COLUMNS, to = ceil_div(c1, PAIR_COLUMNS) * PAIR_COLUMNS;
+      for (int64_t m = 0; m < M; ++m) std::fill(w.s + m * BLOCK + from, w.s + m * BLOCK + to, A(0));
+      pair_product(M, to - from, of.q, key_pairs, of.keys + from * key_pairs, key_pairs, w.s + from, BLOCK, key_pairs);
+      for (int64_t m = 0; m < M; ++m) {
+        // On the diagonal and at a window's edge each query token has a range of its own.
+        const int64_t last = last_key(it.b, it.q0 + m / G), shift = j0 - last + 1;
+        const int64_t a = std::clamp(first_key(it.b, it.q0 + m / G) - j0, c0, c1), z = std::clamp(last - j0, a, c1);
+        softmax_step(w, m, h * G + m % G, shift, a, z, of.weights + m * BLOCK / 2);
+        if (finite) continue;
+        for (int64_t c = a; c < z; ++c)
+          for (int64_t d = 0; d < Dv; ++d)
+            w.o[m * Dvp + d] += w.s[m * BLOCK + c] * static_cast<A>(v_rows[c][d]);
+      }
+      // Weights are zero where a query does not see the value, which is a number.
+      if (finite)
+        pair_product(M, Dvp, of.weights + c0 / 2, BLOCK / 2, of.values + c0 / 2 * PAIR_COLUMNS, BLOCK / 2, w.o, Dvp,
+                     ceil_div(c1, 2) - c0 / 2);
+    }
+    deliver(it, h, w);
+  }
+#endif
+
   void attend_tiled(const Item& it, int64_t h) const {
+#ifdef PAIRS_IN_HARDWARE
+    if constexpr (PAIRS)
+      if (in_pairs()) return attend_pairs(it, h);
+#endif
     const int64_t M = it.qn * G;
     Scratch<A>& w = scratch(M);
     load_queries(it, h, w.q);
@@ -614,13 +704,17 @@ struct Attention {
     }
   }
 
+  template <class Q>
+  const Q* query(int64_t b, int64_t i, int64_t head) const {
+    return static_cast<const Q*>(x.q) + (x.query_start_loc[b] + i) * x.q_stride_t + head * x.q_stride_h;
+  }
+
   void load_queries(const Item& it, int64_t h, A* q) const {
     const A scale = static_cast<A>(x.scale * x.k_scale);
-    const int64_t t0 = x.query_start_loc[it.b] + it.q0;
     with_dtype(x.q_dtype, [&](auto tag) {
       using Q = decltype(tag);
       for (int64_t r = 0; r < it.qn * G; ++r) {
-        const Q* row = static_cast<const Q*>(x.q) + (t0 + r / G) * x.q_stride_t + (h * G + r % G) * x.q_stride_h;
+        const Q* row = query<Q>(it.b, it.q0 + r / G, h * G + r % G);
         for (int64_t d = 0; d < D; ++d) q[r * Dp + d] = static_cast<A>(row[d]) * scale;
         std::fill(q + r * Dp + D, q + (r + 1) * Dp, A(0));
       }
@@ -636,8 +730,14 @@ struct Attention {
 
   // Logits of one row in columns c0..c1 become weights (0 elsewhere); m, l and o move to the new maximum.
   // Column c holds the key `shift + c` positions after the row's query (never a later one, so at most 0).
-  void softmax_step(const Scratch<A>& w, int64_t row, int64_t head, int64_t shift, int64_t c0, int64_t c1) const {
+  // With `pairs`, logits are still to be scaled, and weights are rounded to bfloat16, there as well.
+  void softmax_step(const Scratch<A>& w, int64_t row, int64_t head, int64_t shift, int64_t c0, int64_t c1,
+                    [[maybe_unused]] uint32_t* pairs = nullptr) const {
     A* s = w.s + row * BLOCK;
+    if (pairs) {
+      const Vec scale(static_cast<A>(x.scale * x.k_scale));
+      for (int64_t c = c0 / VL * VL; c < c1; c += VL) (Vec::loadu(s + c) * scale).store(s + c);
+    }
     if (x.softcap > 0) {
       const Vec cap(static_cast<A>(x.softcap)), inverse(static_cast<A>(1 / x.softcap));
       for (int64_t c = c0 / VL * VL; c < c1; c += VL) (cap * (Vec::loadu(s + c) * inverse).tanh()).store(s + c);
@@ -655,6 +755,7 @@ struct Attention {
     const A new_max = block_max > old_max || std::isnan(block_max) ? block_max : old_max;
     if (new_max == NEG_INF) {  // every logit so far is -inf: weight 0, and no -inf - -inf
       std::fill_n(s, BLOCK, A(0));
+      if (pairs) std::fill_n(pairs, BLOCK / 2, 0);
       return;
     }
     if (new_max != old_max) {
@@ -671,6 +772,14 @@ struct Attention {
       p.store(s + c);
       total = total + p;
     }
+#ifdef PAIRS_IN_HARDWARE
+    if constexpr (PAIRS)
+      if (pairs) {
+        round_weights(s, pairs, BLOCK);
+        total = Vec(A(0));
+        for (int64_t c = 0; c < BLOCK; c += VL) total = total + Vec::loadu(s + c);
+      }
+#endif
     w.l[row] += sum(total);
   }
 

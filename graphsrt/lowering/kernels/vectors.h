@@ -1,0 +1,74 @@
+// What kernels share: loops whose steps are constants, and sums of vectors.
+#pragma once
+
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/cpu/vec/functional.h>  // after vec.h, which includes it itself for AVX2 only
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+// Pairs of bfloat16 are multiplied and added to a float32 in one instruction. It takes denormal numbers for zero.
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+#define PAIRS_IN_HARDWARE
+#endif
+
+namespace {
+
+// f(std::integral_constant<int, 0>) to N - 1. An array that is indexed by such constants is kept in registers; GCC 12
+// writes one that is indexed by the variable of a loop to memory in every step, even if it unrolls the loop.
+template <int N, class F>
+inline void each(F&& f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, I>()), ...);
+  }(std::make_integer_sequence<int, N>());
+}
+
+// f(M as a constant), M being 1 to MOST.
+template <int MOST, class F>
+inline void as_constant(int64_t M, F&& f) {
+  if (M == MOST) f(std::integral_constant<int, MOST>());
+  else if constexpr (MOST > 1) as_constant<MOST - 1>(M, f);
+}
+
+// f(how many as a constant, from which on) for `count` rows, at most MOST at a time and as even as can be.
+template <int MOST, class F>
+inline void in_even_tiles(int64_t count, F&& f) {
+  for (int64_t from = 0, left = (count + MOST - 1) / MOST; left > 0; --left) {
+    const int64_t rows = (count - from + left - 1) / left;
+    as_constant<MOST>(rows, [&](auto constant) { f(constant, from); });
+    from += rows;
+  }
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+// The totals of sixteen vectors, in order.
+template <class V>
+inline __m512 totals16(const V* v) {
+  // Each step halves the vectors: neighbours' elements come to lie side by side, then pairs' pairs, then quarters.
+  __m512 twos[8], fours[4], eights[2];
+  each<8>([&](auto i) {
+    const __m512 a = v[2 * i], b = v[2 * i + 1];
+    twos[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  });
+  each<4>([&](auto i) {
+    const __m512d a = _mm512_castps_pd(twos[2 * i]), b = _mm512_castps_pd(twos[2 * i + 1]);
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  });
+  each<2>([&](auto i) {
+    const __m512 a = fours[2 * i], b = fours[2 * i + 1];
+    eights[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  });
+  const __m512 a = eights[0], b = eights[1];
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+#endif
+
+#ifdef PAIRS_IN_HARDWARE
+inline __m512 add_pairs(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+#endif
+
+}  // namespace
