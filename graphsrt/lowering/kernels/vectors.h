@@ -21,7 +21,7 @@ namespace {
 // f(std::integral_constant<int, 0>) to N - 1. An array that is indexed by such constants is kept in registers; GCC 12
 // writes one that is indexed by the variable of a loop to memory in every step, even if it unrolls the loop.
 template <int N, class F>
-inline void each(F&& f) {
+[[gnu::always_inline]] inline void each(F&& f) {
   [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
     (f(std::integral_constant<int, I>()), ...);
   }(std::make_integer_sequence<int, N>());

@@ -57,7 +57,7 @@ def rows_for_onednn() -> int | None:
     that it rearranges in each call. None: never. Where it does, a row's result depends on how many there are."""
     if torch.cpu._is_amx_tile_supported():
         return 16
-    return 64 if torch.cpu._is_avx512_bf16_supported() else None
+    return 256 if torch.cpu._is_avx512_bf16_supported() else None
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -149,10 +149,10 @@ struct FloatProduct {
   // few less. The fewer rows x has, the more of w go side by side: that keeps as many sums under way as hide the time
   // that an addition takes, and as many streams as memory can serve.
   static constexpr int MR = VL == 16 ? 6 : 4, NR = VL == 16 ? 4 : 3;
+  static constexpr int64_t UNIT = NR;  // of rows of w that threads divide
   static constexpr int side_by_side(int m) { return m == 1 ? 6 : m == 2 ? 4 : NR; }
 
   static constexpr int FEW = 4;  // up to so many rows of x, w comes out of memory as it is needed
-  static constexpr bool BY_ROW = true;
 
   template <class Y>
   FloatProduct(const Format& w, const Y* x, int64_t M)
@@ -161,14 +161,13 @@ struct FloatProduct {
   Vec scales(int64_t row, int64_t count) const { return w.scales(row, count); }
 
   template <int M, int R>
-  void few(const Strip&, int64_t row, int64_t m0, int64_t k, Vec* sums) const {
+  void few(int64_t row, int64_t m0, int64_t k, Vec* sums) const {
     meet<M, R, true>(row, m0, k, sums);
   }
 
   // While rows of x meet these rows of w, the memory is asked for those that come next, a part by each tile.
   template <int R>
-  void many(const Strip&, int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t next_row,
-            int64_t next_k) const {
+  void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t next_row, int64_t next_k) const {
     const int64_t bytes = x.width(next_k) * sizeof(*w.at(0, 0)), tiles = (m + MR - 1) / MR;
     int64_t asked = 0, turn = 0;
     in_tiles<MR>(m, [&](auto rows, int64_t i) {

@@ -246,12 +246,12 @@ struct Int4Product {
 
   // Rows of x and of w in a tile: what its sums, a group of these rows of w and of one of x take in registers.
   static constexpr int MR = VL == 16 ? 6 : 4, NR = VL == 16 ? 4 : 2;
+  static constexpr int64_t UNIT = NR;
   static constexpr int64_t COLUMNS = 2048;  // of a block: a tile's rows of x and of w stay in the first cache
   static_assert(COLUMNS % STEP == 0);
   static constexpr int side_by_side(int m) { return m == 1 ? 4 : m == 2 ? 3 : NR; }
 
   static constexpr int FEW = 4;
-  static constexpr bool BY_ROW = true;
 
   template <class Y>
   Int4Product(const Int4& w, const Y* x, int64_t M)
@@ -260,12 +260,12 @@ struct Int4Product {
   Vec scales(int64_t, int64_t) const { return Vec(1.0f); }
 
   template <int M, int R>
-  void few(const Strip&, int64_t row, int64_t m0, int64_t k, Vec* sums) const {
+  void few(int64_t row, int64_t m0, int64_t k, Vec* sums) const {
     int4_tile<M, R>(x, m0, k, w, row, sums);
   }
 
   template <int R>
-  void many(const Strip&, int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t, int64_t) const {
+  void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t, int64_t) const {
     in_tiles<MR>(m, [&](auto rows, int64_t i) {
       int4_tile<decltype(rows)::value, R>(x, m0 + i, k, w, row, sums + i * STRIDE);
     });

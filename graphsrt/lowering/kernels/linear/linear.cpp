@@ -30,18 +30,17 @@ namespace {
 
 // ---- a product -----------------------------------------------------------------------------------------------------
 
-// Rows n0..n1 of w with all rows of x. A product (FloatProduct, PairProduct, Int4Product) holds both, and adds to the
-// sums of a tile what a block of columns gives; the first block begins them.
+// Rows n0..n1 of w with all rows of x. A product (FloatProduct, Int4Product) holds both, and adds to the sums of a tile
+// what a block of columns gives; the first block begins them.
 template <class Product, class Y>
 void part(const Product& product, int64_t N, const Y* bias, Y* y, int64_t n0, int64_t n1) {
   alignas(64) thread_local Vec sums[MB * STRIDE];
   const int64_t K = product.w.K, M = product.x.M, block = product.x.block;
   for (int64_t m0 = 0; m0 < M; m0 += MB) {
     const int64_t m = std::min(MB, M - m0);
-    const bool by_row = Product::BY_ROW && m * K <= 1 << 16;  // x stays in the second cache: read w as it lies
+    const bool by_row = m * K <= 1 << 16;  // x stays in the second cache: read w as it lies
     for (int64_t w0 = n0; w0 < n1; w0 += WIDE) {
       const int64_t wide = std::min(WIDE, n1 - w0);
-      const Strip strip{w0, wide};
       if (K == 0)
         for (int64_t i = 0; i < m; ++i) std::fill_n(sums + i * STRIDE, wide, Vec(0.0f));
       const auto over = [&](auto side, auto&& meet) {
@@ -65,13 +64,13 @@ void part(const Product& product, int64_t N, const Y* bias, Y* y, int64_t n0, in
           constexpr int FOR = decltype(rows_of_x)::value;
           constexpr std::integral_constant<int, Product::side_by_side(FOR)> side;
           over(side, [&](auto rows, int64_t r, int64_t k, int64_t, int64_t) {
-            product.template few<FOR, decltype(rows)::value>(strip, w0 + r, m0, k, sums + r);
+            product.template few<FOR, decltype(rows)::value>(w0 + r, m0, k, sums + r);
           });
         });
       else
         over(std::integral_constant<int, Product::NR>(),
              [&](auto rows, int64_t r, int64_t k, int64_t next_r, int64_t next_k) {
-               product.template many<decltype(rows)::value>(strip, w0 + r, m0, m, k, sums + r, w0 + next_r, next_k);
+               product.template many<decltype(rows)::value>(w0 + r, m0, m, k, sums + r, w0 + next_r, next_k);
              });
       for (int64_t i = 0; i < m; ++i) {
         Y* out = y + (m0 + i) * N + w0;
@@ -92,10 +91,10 @@ void multiply(const Format& w, const at::Tensor& x, int64_t N, const at::Tensor*
   const Product product(w, x.const_data_ptr<Y>(), M);
   const Y* b = bias ? bias->const_data_ptr<Y>() : nullptr;
   Y* out = y.mutable_data_ptr<Y>();
-  constexpr int64_t NR = Product::NR;
-  const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, NR * w.K * M));
-  at::parallel_for(0, (N + NR - 1) / NR, grain, [&](int64_t begin, int64_t end) {
-    part(product, N, b, out, begin * NR, std::min(N, end * NR));
+  constexpr int64_t UNIT = Product::UNIT;
+  const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, UNIT * w.K * M));
+  at::parallel_for(0, (N + UNIT - 1) / UNIT, grain, [&](int64_t begin, int64_t end) {
+    part(product, N, b, out, begin * UNIT, std::min(N, end * UNIT));
   });
 }
 

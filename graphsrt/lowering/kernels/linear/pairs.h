@@ -1,5 +1,5 @@
 // Products of bfloat16 on processors that multiply pairs of them and add to float32 in one instruction (AVX-512 BF16).
-// Neither x nor w is decoded, so up to eight rows of x take no longer than reading w from memory.
+// Neither x nor w is decoded, so up to eight rows of x take hardly longer than reading w from memory.
 #pragma once
 
 #include "floats.h"
@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t PAIRED = 2 * VL;  // columns of a vector
 
-// x, block of columns by block of columns, if that makes any difference: [K / block][M][stride]. Rows are a cache line
-// longer than a block, so that they do not meet in the same places of the first cache.
+// x, block of columns by block of columns: [K / block][M][stride], which x is already if it has one row or one block.
+// Otherwise rows are a cache line longer than a block, so that they do not meet in the same places of the first cache.
 struct Packed {
   int64_t M, K, block, stride;
   std::unique_ptr<BFloat16[]> made;
@@ -24,11 +24,11 @@ struct Packed {
 
   Packed(const BFloat16* x, int64_t M, int64_t K) : M(M), K(K) {
     const int64_t blocks = std::max<int64_t>(1, (K + MOST - 1) / MOST);
+    block = ((K + blocks - 1) / blocks + PAIRED - 1) / PAIRED * PAIRED;
     if (M == 1 || blocks == 1) {
-      block = stride = std::max<int64_t>(1, K), data = x;
+      stride = std::max<int64_t>(1, M == 1 ? block : K), data = x;
       return;
     }
-    block = ((K + blocks - 1) / blocks + PAIRED - 1) / PAIRED * PAIRED;
     stride = block + PAIRED;
     made.reset(new BFloat16[(K + block - 1) / block * M * stride]);
     data = made.get();
@@ -46,60 +46,113 @@ struct PairProduct {
   Packed x;
 
   static constexpr int MR = 6, NR = 4;  // 24 sums, four weights and a value: 29 of 32 registers
-  static constexpr int FEW = 8;
-  static constexpr bool BY_ROW = false;
-  static constexpr int side_by_side(int m) { return m <= 4 ? 6 : 24 / m; }
+  static constexpr int64_t UNIT = VL;   // of rows of w that threads divide
 
   PairProduct(const Plain<BFloat16>& w, const BFloat16* x, int64_t M) : w(w), x(x, M, w.K) {}
-
-  Vec scales(int64_t, int64_t) const { return Vec(1.0f); }
-
-  template <int M, int R>
-  void few(const Strip& strip, int64_t row, int64_t m0, int64_t k, Vec* sums) const {
-    tile<M, R, true>(strip, row, m0, k, sums);
-  }
-
-  template <int R>
-  void many(const Strip& strip, int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t, int64_t) const {
-    in_even_tiles<MR>(m, [&](auto rows, int64_t i) {
-      constexpr int M = decltype(rows)::value;
-      if (i == 0) tile<M, R, true>(strip, row, m0, k, sums);
-      else tile<M, R, false>(strip, row, m0 + i, k, sums + i * STRIDE);
-    });
-  }
-
- private:
-  // `AHEAD`: asks the memory for the strip after this one, in the order of its addresses, and as much at a time as is
-  // used at a time. Several rows at once are short streams, which the processor by itself follows badly; and the second
-  // cache is where a whole strip finds room.
-  template <int M, int R, bool AHEAD>
-  void tile(const Strip& strip, int64_t row, int64_t m0, int64_t k, Vec* sums) const {
-    const int64_t n = x.width(k);
-    const BFloat16 *of_x = x.at(m0, k), *of_w = w.at(row, k);
-    [[maybe_unused]] const char* ahead = reinterpret_cast<const char*>(
-        w.at(strip.begin + strip.rows, 0) + k * strip.rows + (row - strip.begin) * n);
-    __m512 own[M * R];
-    each<M * R>([&](auto i) { own[i] = k ? sums[i / R * STRIDE + i % R] : Vec(0.0f); });
-    const auto step = [&](int64_t at, auto&& load) __attribute__((always_inline)) {
-      __m512i b[R];
-      each<R>([&](auto r) { b[r] = load(of_w + r * w.K + at); });
-      each<M>([&](auto m) {
-        const __m512i a = load(of_x + m * x.stride + at);
-        each<R>([&](auto r) { own[m * R + r] = add_pairs(own[m * R + r], a, b[r]); });
-      });
-    };
-    int64_t at = 0;
-    for (; at + PAIRED <= n; at += PAIRED) {
-      if constexpr (AHEAD) {
-        each<R>([&](auto r) { __builtin_prefetch(ahead + r * 64, 0, 2); });
-        ahead += R * 64;
-      }
-      step(at, [](const BFloat16* p) { return _mm512_loadu_si512(p); });
-    }
-    if (at < n) step(at, [&](const BFloat16* p) { return _mm512_maskz_loadu_epi16((1u << (n - at)) - 1, p); });
-    each<M * R>([&](auto i) { sums[i / R * STRIDE + i % R] = own[i]; });
-  }
 };
+
+// The totals of R vectors, an element each, in each quarter of a vector.
+template <int R>
+inline __m512 quarters(const __m512* v) {
+  const __m512 none = _mm512_setzero_ps();
+  const __m512 a = v[0], b = R > 1 ? v[R > 1 ? 1 : 0] : none, c = R > 2 ? v[R > 2 ? 2 : 0] : none,
+               d = R > 3 ? v[R > 3 ? 3 : 0] : none;
+  const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+  const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+}
+
+// sums[m · stride] = quarters of x row m · w rows 0 to R, over a block of n columns; or += if it is not the `first`.
+// Asks the memory for what lies `ahead`, as much as AHEAD rows have.
+template <int M, int R, int AHEAD>
+[[gnu::flatten]] inline void pair_tile(const BFloat16* x, int64_t x_stride, const BFloat16* w, int64_t w_stride,
+                                       int64_t n, __m512* sums, int64_t stride, bool first, const BFloat16* ahead) {
+  __m512 own[M * R];
+  each<M * R>([&](auto i) { own[i] = _mm512_setzero_ps(); });
+  const auto step = [&](int64_t at, auto&& load) {
+    __m512i b[R];
+    each<R>([&](auto r) { b[r] = load(w + r * w_stride + at); });
+    each<M>([&](auto m) {
+      const __m512i a = load(x + m * x_stride + at);
+      each<R>([&](auto r) { own[m * R + r] = add_pairs(own[m * R + r], a, b[r]); });
+    });
+  };
+  int64_t at = 0;
+  for (; at + PAIRED <= n; at += PAIRED) {
+    each<AHEAD>([&](auto i) { __builtin_prefetch(ahead + i * PAIRED, 0, 2); });
+    ahead += AHEAD * PAIRED;
+    step(at, [](const BFloat16* p) { return _mm512_loadu_si512(p); });
+  }
+  if (at < n) step(at, [&](const BFloat16* p) { return _mm512_maskz_loadu_epi16((1u << (n - at)) - 1, p); });
+  each<M>([&](auto m) {
+    const __m512 four = quarters<R>(own + m * R);
+    sums[m * stride] = first ? four : _mm512_add_ps(sums[m * stride], four);
+  });
+}
+
+// M rows of x with a strip of w. AHEAD: how many rows of the next strip are asked for with each tile, of four, and from
+// which on.
+template <int M, int AHEAD>
+void pair_tiles(const PairProduct& p, int64_t m, int64_t w0, int64_t rows, int64_t k, int64_t from, __m512* sums,
+                int64_t stride) {
+  const int64_t n = p.x.width(k);
+  const BFloat16* ahead = p.w.at(w0 + rows, 0) + k * rows;
+  in_tiles<PairProduct::NR>(rows, [&](auto some, int64_t r) {
+    constexpr int R = decltype(some)::value;
+    pair_tile<M, R, std::min(AHEAD, R)>(p.x.at(m, k), p.x.stride, p.w.at(w0 + r, k), p.w.K, n, sums + r / 4, stride,
+                                        k == 0, ahead + (r + from) * n);
+  });
+}
+
+// All rows of x with a strip of w. The first few tiles of each four rows of it ask for the next strip, in equal parts.
+inline void pair_strip(const PairProduct& p, int64_t m0, int64_t m, int64_t w0, int64_t rows, int64_t k, __m512* sums,
+                       int64_t stride) {
+  const int64_t tiles = (m + PairProduct::MR - 1) / PairProduct::MR, share = tiles == 1 ? 4 : tiles < 4 ? 2 : 1;
+  int64_t from = 0;
+  in_even_tiles<PairProduct::MR>(m, [&](auto some, int64_t i) {
+    constexpr int M = decltype(some)::value;
+    const auto meet = [&](auto ahead) {
+      pair_tiles<M, decltype(ahead)::value>(p, m0 + i, w0, rows, k, from, sums + i * stride, stride);
+      from += ahead;
+    };
+    if (from >= 4) meet(std::integral_constant<int, 0>());
+    else if (share == 4) meet(std::integral_constant<int, 4>());
+    else if (share == 2) meet(std::integral_constant<int, 2>());
+    else meet(std::integral_constant<int, 1>());
+  });
+}
+
+// Rows n0..n1 of w with all rows of x, a strip of w after the other. What memory is asked for is the strip that comes
+// next, in the order of its addresses: several rows at once are short streams, which the processor by itself follows
+// badly. The second cache has room for two strips.
+template <class Y>
+void part(const PairProduct& p, int64_t N, const Y* bias, Y* y, int64_t n0, int64_t n1) {
+  constexpr int64_t MOST = 48, STRIDE = MOST / 4 + 1;  // rows of a strip
+  alignas(64) thread_local __m512 sums[MB * STRIDE];
+  const int64_t K = p.w.K, M = p.x.M;
+  const int64_t most = std::clamp<int64_t>((1 << 17) / std::max<int64_t>(1, K) / VL * VL, VL, MOST);
+  for (int64_t m0 = 0; m0 < M; m0 += MB) {
+    const int64_t m = std::min(MB, M - m0);
+    for (int64_t w0 = n0; w0 < n1; w0 += most) {
+      const int64_t rows = std::min(most, n1 - w0);
+      if (K == 0) std::fill_n(sums, m * STRIDE, _mm512_setzero_ps());
+      for (int64_t k = 0; k < K; k += p.x.block) pair_strip(p, m0, m, w0, rows, k, sums, STRIDE);
+      for (int64_t i = 0; i < m; ++i) {
+        Y* out = y + (m0 + i) * N + w0;
+        for (int64_t j = 0; j < rows; j += VL) {
+          const __m512* four = sums + i * STRIDE + j / 4;
+          const __m512 a = four[0], b = four[1], c = four[2], d = four[3];  // beyond the last row: not used
+          const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+          const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+          Vec sum(_mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd)));
+          const int64_t count = std::min(VL, rows - j);
+          if (bias) sum = sum + load_floats(bias + w0 + j, count);
+          store_floats(sum, out + j, count);
+        }
+      }
+    }
+  }
+}
 
 }  // namespace
 #endif

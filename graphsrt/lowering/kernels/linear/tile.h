@@ -19,11 +19,6 @@ constexpr int64_t MB = 96;    // rows of x that are gone through with one block 
 constexpr int64_t WIDE = 24;  // rows of w whose sums are under way at a time: a multiple of all that go side by side
 constexpr int64_t STRIDE = WIDE + VL;  // sums of a row of x, with room for whole vectors at the end
 
-// The rows of w whose sums are under way.
-struct Strip {
-  int64_t begin, rows;
-};
-
 // Rows of w that are gone through side by side lie one behind the other, and so do the next ones. The processor sees
 // short streams that end and begin; this asks for what comes after them, as much at a time as is used at a time.
 template <int BYTES>
@@ -83,26 +78,27 @@ inline Vec load_floats(const T* p, int64_t count) {
 template <class T>
 inline void store_floats(Vec v, T* p, int64_t count) {
   alignas(64) T out[VL];
+  T* to = count == VL ? p : out;
   if constexpr (std::is_same_v<T, float>) {
-    v.store(out);
+    v.store(to);
 #if defined(CPU_CAPABILITY_AVX2)
   } else if constexpr (std::is_same_v<T, BFloat16>) {
-    _mm_store_si128(reinterpret_cast<__m128i*>(out), at::vec::cvtfp32_bf16(v));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), at::vec::cvtfp32_bf16(v));
   } else {
-    _mm_store_si128(reinterpret_cast<__m128i*>(out), at::vec::cvtfp32_fp16(v));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), at::vec::cvtfp32_fp16(v));
 #elif defined(CPU_CAPABILITY_AVX512)
   } else if constexpr (std::is_same_v<T, BFloat16>) {
-    _mm256_store_si256(reinterpret_cast<__m256i*>(out), at::vec::cvtfp32_bf16(v));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), at::vec::cvtfp32_bf16(v));
   } else {
-    _mm256_store_si256(reinterpret_cast<__m256i*>(out), at::vec::cvtfp32_fp16(v));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), at::vec::cvtfp32_fp16(v));
 #else
   } else {
     alignas(64) float wide[VL];
     v.store(wide);
-    for (int64_t i = 0; i < VL; ++i) out[i] = static_cast<T>(wide[i]);
+    for (int64_t i = 0; i < VL; ++i) to[i] = static_cast<T>(wide[i]);
 #endif
   }
-  std::copy_n(out, count, p);
+  if (to == out) std::copy_n(out, count, p);
 }
 
 }  // namespace

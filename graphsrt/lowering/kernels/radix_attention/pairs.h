@@ -17,7 +17,7 @@ constexpr int64_t PAIR_COLUMNS = 32;  // columns of a panel: two vectors of sums
 constexpr int PAIR_ROWS = 12;         // rows of a tile: 12 x 2 sums of 32 registers
 
 // s[0..16] = scale · (q · rows[i]); D is a multiple of 32
-inline void dot_sixteen(const BFloat16* q, const BFloat16* const* rows, int64_t D, float scale, float* s) {
+[[gnu::flatten]] inline void dot_sixteen(const BFloat16* q, const BFloat16* const* rows, int64_t D, float scale, float* s) {
   __m512 sums[16];
   each<16>([&](auto i) { sums[i] = _mm512_setzero_ps(); });
   for (int64_t d = 0; d < D; d += 32) {
@@ -29,7 +29,7 @@ inline void dot_sixteen(const BFloat16* q, const BFloat16* const* rows, int64_t 
 
 // c[M, 32] += a[M, kn] x b[kn, 32], of pairs
 template <int M>
-inline void pair_tile(const uint32_t* a, int64_t lda, const uint32_t* b, float* c, int64_t ldc, int64_t kn) {
+[[gnu::flatten]] inline void pair_tile(const uint32_t* a, int64_t lda, const uint32_t* b, float* c, int64_t ldc, int64_t kn) {
   __m512 sums[M * 2];
   each<M * 2>([&](auto i) { sums[i] = _mm512_loadu_ps(c + i / 2 * ldc + i % 2 * 16); });
   for (int64_t k = 0; k < kn; ++k) {
@@ -81,7 +81,7 @@ inline void pack_query(const BFloat16* row, int64_t D, uint32_t* pairs) {
 
 // panels[count / 32][ceil(D / 2)][32] = pairs of columns of rows[count][D], transposed; sixteen rows at a time, of which
 // those before c0 and from c1 on are zero.
-inline void pack_column_pairs(const BFloat16* const* rows, int64_t c0, int64_t c1, int64_t D, uint32_t* panels) {
+[[gnu::flatten]] inline void pack_column_pairs(const BFloat16* const* rows, int64_t c0, int64_t c1, int64_t D, uint32_t* panels) {
   const int64_t pairs = (D + 1) / 2;
   for (int64_t c = c0 / 16 * 16; c < c1; c += 16) {
     uint32_t* to = panels + c / 32 * pairs * 32 + c % 32;

@@ -296,7 +296,7 @@ inline void dot_rows(const A* q, int64_t ldq, const T* const* rows, int64_t D, A
 
 // o[MR, NR * VL] += p[MR, count] x rows[count][NR * VL]
 template <class A, class T, int MR, int NR>
-inline void weigh_columns(const A* p, int64_t ldp, const T* const* rows, int64_t count, int64_t d, A* o, int64_t ldo) {
+[[gnu::flatten]] inline void weigh_columns(const A* p, int64_t ldp, const T* const* rows, int64_t count, int64_t d, A* o, int64_t ldo) {
   using Vec = Vectorized<A>;
   constexpr int VL = Vec::size();
   Vec sums[MR * NR];
