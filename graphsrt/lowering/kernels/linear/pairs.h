@@ -8,6 +8,7 @@
 #include <ATen/Parallel.h>
 
 #include <memory>
+#include <vector>
 
 namespace {
 
@@ -62,6 +63,20 @@ inline __m512 quarters(const __m512* v) {
   return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
 }
 
+// x · w over n columns. What comes after them is asked for as well.
+inline __m512 pair_dot(const BFloat16* x, const BFloat16* w, int64_t n) {
+  constexpr int64_t AHEAD = 4096 / sizeof(BFloat16);
+  __m512 sum = _mm512_setzero_ps();
+  int64_t k = 0;
+  for (; k + PAIRED <= n; k += PAIRED) {
+    __builtin_prefetch(w + k + AHEAD, 0, 2);
+    sum = add_pairs(sum, _mm512_loadu_si512(x + k), _mm512_loadu_si512(w + k));
+  }
+  if (k == n) return sum;
+  const __mmask32 there = (1u << (n - k)) - 1;
+  return add_pairs(sum, _mm512_maskz_loadu_epi16(there, x + k), _mm512_maskz_loadu_epi16(there, w + k));
+}
+
 // sums[m · stride] = quarters of x row m · w rows 0 to R, over a block of n columns; or += if it is not the `first`.
 // Asks the memory for what lies `ahead`, as much as AHEAD rows have.
 template <int M, int R, int AHEAD>
@@ -104,6 +119,21 @@ void pair_tiles(const PairProduct& p, int64_t m, int64_t w0, int64_t rows, int64
   });
 }
 
+// The only row of x with a strip of w: rows of w are gone through one by one, as they lie in memory.
+inline void pair_rows(const PairProduct& p, int64_t w0, int64_t rows, __m512* sums) {
+  thread_local std::vector<__m512> own;  // of each block of columns, four rows
+  own.resize((p.w.K + p.x.block - 1) / p.x.block * 4);
+  for (int64_t r = 0; r < rows; r += 4) {
+    for (int64_t i = 0; i < 4; ++i)
+      for (int64_t k = 0, b = 0; k < p.w.K; k += p.x.block, ++b)
+        own[b * 4 + i] = r + i < rows ? pair_dot(p.x.at(0, k), p.w.at(w0 + r + i, k), p.x.width(k)) : _mm512_setzero_ps();
+    for (size_t b = 0; b < own.size(); b += 4) {
+      const __m512 four = quarters<4>(own.data() + b);
+      sums[r / 4] = b ? _mm512_add_ps(sums[r / 4], four) : four;
+    }
+  }
+}
+
 // All rows of x with a strip of w. The first few tiles of each four rows of it ask for the next strip, in equal parts.
 inline void pair_strip(const PairProduct& p, int64_t m0, int64_t m, int64_t w0, int64_t rows, int64_t k, __m512* sums,
                        int64_t stride) {
@@ -136,7 +166,8 @@ void part(const PairProduct& p, int64_t N, const Y* bias, Y* y, int64_t n0, int6
     for (int64_t w0 = n0; w0 < n1; w0 += most) {
       const int64_t rows = std::min(most, n1 - w0);
       if (K == 0) std::fill_n(sums, m * STRIDE, _mm512_setzero_ps());
-      for (int64_t k = 0; k < K; k += p.x.block) pair_strip(p, m0, m, w0, rows, k, sums, STRIDE);
+      if (M == 1) pair_rows(p, w0, rows, sums);
+      else for (int64_t k = 0; k < K; k += p.x.block) pair_strip(p, m0, m, w0, rows, k, sums, STRIDE);
       for (int64_t i = 0; i < m; ++i) {
         Y* out = y + (m0 + i) * N + w0;
         for (int64_t j = 0; j < rows; j += VL) {
