@@ -101,6 +101,9 @@ class BatchBuilder:
             drafts = [entry.drafts for entry in entries]
             sampling |= row_features(requests, drafts, owner, position, self._eos_token_ids)
             sampling["temperature"][position < known[owner] - 1] = 0  # nobody looks at these tokens
+        uniform = np.zeros(len(owner))
+        if sampling["temperature"].any():
+            uniform = uniform_at(self._seed[row_of], np.maximum(position + 1 - num_prompt[owner], 0))
         for entry, first, count in zip(entries, first_row.tolist(), num_rows.tolist()):
             entry.first_logit_row, entry.num_logit_rows = first, count
 
@@ -119,7 +122,7 @@ class BatchBuilder:
             extend_seq_lens=extend,
             out_cache_loc=self._table[rows[sequence], positions].astype(np.int64),
             logit_rows=logit_rows,
-            uniform=uniform_at(self._seed[row_of], np.maximum(position + 1 - num_prompt[owner], 0)),
+            uniform=uniform,
             return_logits=wants_logits,
             **_embeds(entries, after_last - extend),
             return_hidden=wants_hidden,

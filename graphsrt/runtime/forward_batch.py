@@ -65,7 +65,7 @@ class ForwardBatch:
     out_cache_loc[T]: KV slot that each token is written to; -1 is a padded row, never written.
     logit_rows[R]: rows in [0, T), ascending: the last token of each sequence that decodes or ends its prompt, or all.
     temperature[R], top_p[R], min_p[R], uniform[R] float64, top_k[R] int64: sampling of each of these rows; ``uniform``
-        is in [0, 1).
+        is in [0, 1), and means nothing where all temperatures are 0.
     edit_rows[M], edit_tokens[M] int64, edit_bias[M], edit_scale[M], edit_shift[M] float64: single logits that change
         before sampling, as ``logit_edits`` says; the row counts within R. No (row, token) is there twice.
     logprob_rows[L]: places in R whose log-probabilities are wanted, ascending; logprob_targets[L]: of this token, or of

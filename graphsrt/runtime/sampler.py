@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from graphsrt.errors import GraphsrtError, explain
+from graphsrt.lowering.kernels.first_largest import first_largest
 from graphsrt.runtime.candidates import merge, top
 from graphsrt.runtime.split_logits import SplitLogits
 
@@ -67,8 +68,6 @@ def sample(logits: SplitLogits, how: Sampling) -> Tensor:
     """
     largest, tokens = _largest(logits)
     sampled = how.temperature != 0
-    if not bool(sampled.any()):
-        return tokens
     cut = sampled & ((how.top_k > 0) | (how.top_p < 1))
     # Which way a row takes depends on that row alone.
     for rows, draw in ((sampled & ~cut, _draw), (cut, _draw_candidates)):
@@ -79,29 +78,37 @@ def sample(logits: SplitLogits, how: Sampling) -> Tensor:
     return tokens
 
 
+def greedy(logits: SplitLogits) -> Tensor:
+    """As :func:`sample` with temperature 0 for every row."""
+    return _largest(logits)[1]
+
+
 def _largest(logits: SplitLogits) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, float64[R], and the first token that has it."""
     found = [_first_largest(part) for part in logits.parts]
-    values, tokens = logits.exchange(
-        [values.double() for values, _ in found], [ids + start for (_, ids), start in zip(found, logits.starts)]
-    )
-    # max and not max of the finite entries only: NaN must win, and does, on every device.
-    largest, rank = values.max(dim=0)
-    bad = ~torch.isfinite(largest)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0, 0])
+    if logits.columns.split:
+        values, ids = logits.exchange(
+            [values.double() for values, _ in found], [ids + start for (_, ids), start in zip(found, logits.starts)]
+        )
+        # max and not max of the finite entries only: NaN must win, and does, on every device.
+        largest, rank = values.max(dim=0)
+        tokens = ids.gather(0, rank[None])[0]
+    else:
+        ((largest, tokens),) = found
+        largest = largest.double()
+    finite = torch.isfinite(largest)
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0, 0])
         (num_nan,) = logits.exchange([part[row].isnan().sum() for part in logits.parts])
         raise GraphsrtError(_describe(row, int(num_nan.sum()), float(largest[row]), logits.columns.vocab_size))
-    return largest, tokens.gather(0, rank[None])[0]
+    return largest, tokens
 
 
 def _first_largest(part: Tensor) -> tuple[Tensor, Tensor]:
-    """``part.max(dim=-1)``; of equal numbers the first, of which NaN is the largest. On the host numpy is 3 times as
-    fast as torch, whose loop keeps two results."""
+    """``part.max(dim=-1)``; of equal numbers the first, of which NaN is the largest."""
     if not part.is_cpu:
         return part.max(dim=-1)  # type: ignore[return-value]
-    wide = part if part.dtype in (torch.float32, torch.float64) else part.float()
-    ids = torch.from_numpy(wide.numpy().argmax(axis=-1))
+    ids = first_largest(part)
     return part.gather(-1, ids[:, None])[:, 0], ids
 
 

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from graphsrt.errors import CompileError
-from graphsrt.lowering.kernels import linear, shared_rounds
+from graphsrt.lowering.kernels import first_largest, linear, shared_rounds
 from graphsrt.lowering.kernels.build import build_library
 from graphsrt.lowering.kernels.radix_attention import cpu
 
@@ -19,7 +19,7 @@ def start_building(tp: int) -> threading.Thread | None:
 
     Whoever needs it then waits for it.
     """
-    loaders = {"linear": linear.load, "radix_attention": cpu.kernel}
+    loaders = {"linear": linear.load, "radix_attention": cpu.kernel, "first_largest": first_largest.load}
     if tp > 1:
         loaders["shared_rounds"] = shared_rounds.kernel
     missing = [name for name, load in loaders.items() if not load.cache_info().currsize]

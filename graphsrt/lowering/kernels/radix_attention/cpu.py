@@ -78,7 +78,8 @@ def bind(
     v_scale: Tensor | None = None,
 ) -> Callable[..., Tensor]:
     """Check everything once: a function of q, k and v like these (of q alone if there are no others), in the layouts of
-    these, that reads all other tensors as they are by then. The caller keeps them where they are.
+    these, that reads all other tensors as they are by then. The caller keeps them where they are. What it returns is
+    the same tensor each time.
 
     Raises ``ValueError``.
     """
@@ -128,15 +129,15 @@ def bind(
         *_per_head(op, "alibi_slopes", alibi_slopes, num_heads),
     )
     after = (sliding_window or 0, chunk_size or 0, float(scale), float(softcap or 0.0))
-    attend, size, dtype = kernel().radix_attention, (num_tokens, num_heads, value_size), q.dtype
+    attend, out = kernel().radix_attention, torch.empty(num_tokens, num_heads, value_size, dtype=q.dtype)
+    out_at = out.data_ptr()
 
     def bound(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        out = torch.empty(size, dtype=dtype)
         k_at = 0 if k is None else k.data_ptr()
         v_at = 0 if v is None else v.data_ptr()
         attend(
             *before, k_at, *k_layout, v_at, *v_layout, kv_dtype, *given_scales,
-            q.data_ptr(), *between, out.data_ptr(), *after,
+            q.data_ptr(), *between, out_at, *after,
         )  # fmt: skip
         return out
 
