@@ -7,6 +7,8 @@
 
 #ifdef PAIRS_IN_HARDWARE
 #include <array>
+#include <cmath>
+#include <limits>
 #include <vector>
 
 namespace {
@@ -158,6 +160,55 @@ inline void round_weights(float* p, uint32_t* pairs, int64_t count) {
       _mm512_storeu_ps(p + c + half * 16, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(of), 16)));
     }
   }
+}
+
+// What softmax_step in radix_attention.cpp does for 64 logits of a row, in powers of two and without soft cap or slopes:
+// weights of columns c0..c1 go to `pairs`, 0 elsewhere, and the largest logit, the sum l and o follow. Weights are within
+// 2^-17, which rounding them to 8 bits hides.
+[[gnu::flatten]] inline void pair_softmax(const float* s, int64_t c0, int64_t c1, float scale, uint32_t* pairs,
+                                          float& largest, float& l, float* o, int64_t width) {
+  constexpr float LOG2E = 1.44269504088896341f;
+  const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  const uint64_t seen = (c1 - c0 >= 64 ? ~uint64_t(0) : (uint64_t(1) << (c1 - c0)) - 1) << (c0 & 63);
+  __m512 x[4];
+  each<4>([&](auto i) {
+    const auto own = static_cast<__mmask16>(c0 < 64 ? seen >> (16 * i) : 0);
+    x[i] = _mm512_mask_mul_ps(nothing, own, _mm512_loadu_ps(s + 16 * i), _mm512_set1_ps(scale));
+  });
+  __mmask16 nan = 0;
+  each<4>([&](auto i) { nan |= _mm512_cmp_ps_mask(x[i], x[i], _CMP_UNORD_Q); });
+  float top = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
+  top = nan ? std::numeric_limits<float>::quiet_NaN() : std::max(top, largest);
+  if (top == -std::numeric_limits<float>::infinity()) {
+    each<2>([&](auto i) { _mm512_storeu_si512(pairs + 16 * i, _mm512_setzero_si512()); });
+    return;
+  }
+  if (top != largest) {
+    const float shrink = std::exp(largest - top);
+    largest = top, l *= shrink;
+    for (int64_t d = 0; d < width; d += 16)
+      _mm512_storeu_ps(o + d, _mm512_mul_ps(_mm512_loadu_ps(o + d), _mm512_set1_ps(shrink)));
+  }
+  const __m512 down = _mm512_set1_ps(top * LOG2E);
+  each<4>([&](auto i) {
+    const __m512 y = _mm512_fmsub_ps(x[i], _mm512_set1_ps(LOG2E), down);
+    const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(y, n);
+    __m512 p = _mm512_set1_ps(1.3333558e-3f);  // the series of 2^r
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.6181291e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5504109e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022651e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314718e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    x[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(y, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), p, n);  // NaN stays
+  });
+  const __m512i ones = _mm512_set1_epi32(0x3f803f80);
+  __m512 total = _mm512_setzero_ps();
+  each<2>([&](auto i) {
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(x[2 * i + 1], x[2 * i]);
+    _mm512_storeu_si512(pairs + 16 * i, both);
+    total = add_pairs(total, both, ones);
+  });
+  l += _mm512_reduce_add_ps(total);
 }
 
 }  // namespace

@@ -503,6 +503,9 @@ struct Attention {
       }
       for (int64_t h = item.h0; h < item.h1; ++h) attend_tiled(item, h);
     });
+    int64_t rows = 0;
+    for (const Merge& job : merges) rows += job.qn * x.H * job.num_parts;
+    serial = serial || rows * Dv < 50000;
     for_each(static_cast<int64_t>(merges.size()) * x.K, [&](int64_t i) { merge(merges[i / x.K], i % x.K); });
   }
 
@@ -625,20 +628,29 @@ struct Attention {
       const int64_t from = c0 / PAIR_COLUMNS * PAIR_COLUMNS, to = ceil_div(c1, PAIR_COLUMNS) * PAIR_COLUMNS;
       for (int64_t m = 0; m < M; ++m) std::fill(w.s + m * BLOCK + from, w.s + m * BLOCK + to, A(0));
       pair_product(M, to - from, of.q, key_pairs, of.keys + from * key_pairs, key_pairs, w.s + from, BLOCK, key_pairs);
-      for (int64_t m = 0; m < M; ++m) {
+      static_assert(BLOCK == 64);
+      const auto weigh = [&](int64_t m, int64_t count, int64_t a, int64_t z) {
+        pair_product(count, Dvp, of.weights + m * BLOCK / 2 + a / 2, BLOCK / 2, of.values + a / 2 * PAIR_COLUMNS, BLOCK / 2,
+                     w.o + m * Dvp, Dvp, ceil_div(z, 2) - a / 2);
+      };
+      for (int64_t i = 0; i < it.qn; ++i) {
         // On the diagonal and at a window's edge each query token has a range of its own.
-        const int64_t last = last_key(it.b, it.q0 + m / G), shift = j0 - last + 1;
-        const int64_t a = std::clamp(first_key(it.b, it.q0 + m / G) - j0, c0, c1), z = std::clamp(last - j0, a, c1);
-        softmax_step(w, m, h * G + m % G, shift, a, z, of.weights + m * BLOCK / 2);
-        if (finite) continue;
-        for (int64_t c = a; c < z; ++c)
-          for (int64_t d = 0; d < Dv; ++d)
-            w.o[m * Dvp + d] += w.s[m * BLOCK + c] * static_cast<A>(v_rows[c][d]);
+        const int64_t last = last_key(it.b, it.q0 + i);
+        const int64_t a = std::clamp(first_key(it.b, it.q0 + i) - j0, c0, c1), z = std::clamp(last - j0, a, c1);
+        for (int64_t m = i * G; m < (i + 1) * G; ++m) {
+          uint32_t* weights = of.weights + m * BLOCK / 2;
+          if (x.softcap > 0 || x.slopes) softmax_step(w, m, h * G + m % G, j0 - last + 1, a, z, weights);
+          else
+            pair_softmax(w.s + m * BLOCK, a, z, static_cast<float>(x.scale * x.k_scale), weights, w.m[m], w.l[m],
+                         w.o + m * Dvp, Dvp);
+        }
+        if (!finite) {
+          pack_row_pairs(v_rows, a, z, Dv, BLOCK / 2, of.values);
+          weigh(i * G, G, a, z);
+        }
       }
-      // Weights are zero where a query does not see the value, which is a number.
-      if (finite)
-        pair_product(M, Dvp, of.weights + c0 / 2, BLOCK / 2, of.values + c0 / 2 * PAIR_COLUMNS, BLOCK / 2, w.o, Dvp,
-                     ceil_div(c1, 2) - c0 / 2);
+      // Weights are zero where a query does not see a value, which is a number then.
+      if (finite) weigh(0, M, c0, c1);
     }
     deliver(it, h, w);
   }
