@@ -3,7 +3,7 @@
     down = linear(x: S, W: S(1)): P;  all_reduce(down)  →  linear(all_gather(x): R, W: R)
 
 Attention stays as it is. The down projections are whole on every rank then, which costs their bytes; in return nothing
-is added across ranks, so that an MLP gives bit for bit what one rank gives.
+is added across ranks, so that an MLP adds in the order of one rank.
 
 Needs: shard_tensor_parallel.  Leaves: one all_gather instead of one all_reduce for each MLP.
 Numerics: sums are associated as on one rank.  Source: ours.
