@@ -41,7 +41,11 @@ using Float8 = c10::Float8_e4m3fn;
 
 constexpr int64_t BLOCK = 64;    // KV tokens per online-softmax step
 constexpr int64_t SPLIT = 256;   // KV tokens per item when one query block walks a long context; a multiple of BLOCK
-constexpr int64_t ROWS = 48;     // target rows (query tokens x query heads per KV head) of a query block
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int64_t ROWS = 96;     // target rows (query tokens x query heads per KV head) of a query block
+#else
+constexpr int64_t ROWS = 48;
+#endif
 constexpr int64_t DIRECT_ROWS = 8;
 constexpr int64_t VALUES = 16;   // V rows per pass over the output's columns
 #if defined(CPU_CAPABILITY_AVX512)
