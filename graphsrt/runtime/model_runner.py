@@ -26,7 +26,7 @@ from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode
 from graphsrt.runtime.load_plan import LoadReport
 from graphsrt.runtime.logprobs import log_probabilities
 from graphsrt.runtime.phases import Phases, RunText
-from graphsrt.runtime.sampler import Sampling, greedy, sample
+from graphsrt.runtime.sampler import Sampling, sample
 from graphsrt.runtime.split_logits import Columns, Gather, edit
 from graphsrt.runtime.weights import load_weights
 from graphsrt.runtime.wire import StepReply
@@ -211,12 +211,12 @@ class ModelRunner:
         if len(batch.edit_rows):
             where = self._tensor(batch.edit_rows), self._tensor(batch.edit_tokens)
             edited = edit(logits, *where, *map(self._floats, (batch.edit_bias, batch.edit_scale, batch.edit_shift)))
-        # On the host: what is decided by these costs no synchronisation with a device.
+        how = None
         if batch.temperature.any():
-            how = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
-            tokens = sample(edited, Sampling(*(torch.from_numpy(np.array(values)) for values in how)))
-        else:
-            tokens = greedy(edited)
+            # On the host: what is decided by these costs no synchronisation with a device.
+            values = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
+            how = Sampling(*(torch.from_numpy(np.array(value)) for value in values))
+        tokens = sample(edited, how)
         reply = StepReply(tokens.cpu().numpy())
         if len(batch.logprob_rows):
             rows, targets = self._tensor(batch.logprob_rows), self._tensor(batch.logprob_targets)

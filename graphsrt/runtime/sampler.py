@@ -54,19 +54,23 @@ class Sampling:
         return Sampling(*(getattr(self, name)[rows.to(self.top_k.device)].to(device) for name in vars(self)))
 
 
-def sample(logits: SplitLogits, how: Sampling) -> Tensor:
+def sample(logits: SplitLogits, how: Sampling | None = None) -> Tensor:
     """One token per row of logits: int64[R], the same on every rank.
 
-    logits: [R, V], any float dtype. Of equal logits the lower token comes first, in the arg-max and in the filters.
-    Filters apply in the order temperature, ``top_k``, ``top_p`` (of what ``top_k`` left, scaled to sum to 1) and
-    ``min_p``, as in transformers; exactly ``top_k`` tokens remain. The random number falls on the tokens in their
-    order, or in order of probability where ``top_k`` or ``top_p`` is set. A row's token does not depend on other rows.
+    logits: [R, V], any float dtype. how: None takes the largest logit of every row.
+
+    Of equal logits the lower token comes first, in the arg-max and in the filters. Filters apply in the order
+    temperature, ``top_k``, ``top_p`` (of what ``top_k`` left, scaled to sum to 1) and ``min_p``, as in transformers;
+    exactly ``top_k`` tokens remain. The random number falls on the tokens in their order, or in order of probability
+    where ``top_k`` or ``top_p`` is set. A row's token does not depend on other rows.
 
     Raises GraphsrtError for a row that holds NaN or +inf, or nothing but ``-inf``.
     Source: inverse transform sampling; top-p is nucleus sampling (Holtzman et al., 2020, section 3.1); min-p is Nguyen
     et al., 2024.
     """
     largest, tokens = _largest(logits)
+    if how is None:
+        return tokens
     sampled = how.temperature != 0
     cut = sampled & ((how.top_k > 0) | (how.top_p < 1))
     # Which way a row takes depends on that row alone.
@@ -76,11 +80,6 @@ def sample(logits: SplitLogits, how: Sampling) -> Tensor:
             here = chosen.to(logits.device)
             tokens[here] = draw(logits.rows(here), largest[here], how.rows(chosen, logits.device))
     return tokens
-
-
-def greedy(logits: SplitLogits) -> Tensor:
-    """As :func:`sample` with temperature 0 for every row."""
-    return _largest(logits)[1]
 
 
 def _largest(logits: SplitLogits) -> tuple[Tensor, Tensor]:
