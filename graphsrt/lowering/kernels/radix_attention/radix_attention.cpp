@@ -184,44 +184,35 @@ inline void sum4(const Vectorized<A>* x, A* out) {
 
 // exp for arguments <= 0 (what a softmax asks for); -inf gives 0 and NaN stays NaN. Float: Cephes' degree-6
 // polynomial on [-ln2/2, ln2/2], within 2 ulp; about a third of the instructions of the general function.
+// Below the clamp the result is zero: exp(-87) is 1e-38 and masked entries must be exactly nothing.
 template <class A>
 inline Vectorized<A> exp_nonpositive(const Vectorized<A>& x) {
-#if defined(CPU_CAPABILITY_AVX2)
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
   if constexpr (std::is_same_v<A, float>) {
-    const __m256 clamped = _mm256_max_ps(_mm256_set1_ps(-87.0f), x);  // this operand order keeps NaN
-    const __m256 n = _mm256_round_ps(
-        _mm256_mul_ps(clamped, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), clamped);
-    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-    __m256 p = _mm256_set1_ps(1.9875691500e-4f);
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.3981999507e-3f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(8.3334519073e-3f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(4.1665795894e-2f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.6666665459e-1f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
-    p = _mm256_fmadd_ps(p, _mm256_mul_ps(r, r), _mm256_add_ps(r, _mm256_set1_ps(1.0f)));
-    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-    p = _mm256_mul_ps(p, _mm256_castsi256_ps(exponent));
-    // Below the clamp the result is zero: exp(-87) is 1e-38 and masked entries must be exactly nothing.
-    return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_LT_OQ), p);
-  }
-#elif defined(CPU_CAPABILITY_AVX512)
-  if constexpr (std::is_same_v<A, float>) {
-    const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
-    const __m512 n = _mm512_roundscale_ps(
-        _mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    using Vec = Vectorized<float>;
+    using at::vec::fmadd;
+#if defined(CPU_CAPABILITY_AVX512)
+    const Vec clamped = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // this operand order keeps NaN
+    const Vec n = _mm512_roundscale_ps(clamped * Vec(1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512i exponent = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
-    p = _mm512_mul_ps(p, _mm512_castsi512_ps(exponent));
+    const Vec power = _mm512_castsi512_ps(exponent);
+#else
+    const Vec clamped = _mm256_max_ps(_mm256_set1_ps(-87.0f), x);  // this operand order keeps NaN
+    const Vec n = _mm256_round_ps(clamped * Vec(1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    const Vec power = _mm256_castsi256_ps(exponent);
+#endif
+    Vec r = fmadd(n, Vec(-0.693359375f), clamped);
+    r = fmadd(n, Vec(2.12194440e-4f), r);
+    Vec p(1.9875691500e-4f);
+    for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+      p = fmadd(p, r, Vec(c));
+    p = fmadd(p, r * r, r + Vec(1.0f)) * power;
+#if defined(CPU_CAPABILITY_AVX512)
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), p);
+#else
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_LT_OQ), p);
+#endif
   }
 #endif
   return x.exp();
