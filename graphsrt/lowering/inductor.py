@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {
     # bf16 logits then fall to the same token.
     "emulate_precision_casts": True,
     # The wrapper only calls kernels: optimising it costs seconds of compile time and gains nothing measurable.
-    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "aot_inductor.compile_wrapper_opt_level": "O1",
 }
 """Inductor's options; a part of every cache key."""
 

@@ -59,12 +59,14 @@ def test_products_are_those_of_float64(dtype, shape, biased, drawn):
         assert got.dtype == dtype and (got.double() - wanted).abs().sub(bound).max() <= 0
 
 
+# Columns: of one block of a kernel, of several, and of more than a single row is gone through at once.
+@pytest.mark.parametrize("width, outputs, most", [(1100, 77, 200), (1024, 16, 200), (50, 9, 200), (33000, 21, 7)])
 @pytest.mark.parametrize("dtype", linear.DTYPES)
-def test_a_row_does_not_depend_on_the_others(dtype, drawn):
+def test_a_row_does_not_depend_on_the_others(dtype, width, outputs, most, drawn):
     given = linear.rows_for_onednn() if dtype is torch.bfloat16 else None
-    x, w = drawn(200 if given is None else given - 1, 1100).to(dtype), drawn(77, 1100).to(dtype)
+    x, w = drawn(most if given is None else min(most, given - 1), width).to(dtype), drawn(outputs, width).to(dtype)
     alone = torch.cat([linear.dense_linear(row[None], w) for row in x])
-    for rows in (*ROWS, len(x)):
+    for rows in {*ROWS, len(x)} & {*range(len(x) + 1)}:
         assert torch.equal(linear.dense_linear(x[:rows], w), alone[:rows])
     x[1::2] = float("nan")
     assert torch.equal(linear.dense_linear(x, w)[::2], alone[::2])

@@ -14,23 +14,21 @@ from graphsrt.lowering.kernels.radix_attention import cpu
 _HERE = Path(__file__).parent
 
 
-def start_building(tp: int) -> threading.Thread | None:
+def start_building(tp: int) -> list[threading.Thread]:
     """Have what ``tp`` ranks need compiled in the background, unless the cache, or this process, has it.
 
-    Whoever needs it then waits for it.
+    One thread for each library: the largest takes half a minute. Whoever needs a library then waits for it.
     """
     loaders = {"linear": linear.load, "radix_attention": cpu.kernel, "first_largest": first_largest.load}
     if tp > 1:
         loaders["shared_rounds"] = shared_rounds.kernel
+
+    def build(name: str) -> None:
+        with contextlib.suppress(CompileError):  # it comes again where the kernel is used, and is told there
+            build_library(name, _HERE / name / f"{name}.cpp")
+
     missing = [name for name, load in loaders.items() if not load.cache_info().currsize]
-    if not missing:
-        return None
-
-    def build() -> None:
-        for name in missing:
-            with contextlib.suppress(CompileError):  # it comes again where the kernel is used, and is told there
-                build_library(name, _HERE / name / f"{name}.cpp")
-
-    thread = threading.Thread(target=build, daemon=True, name="graphsrt-kernels")
-    thread.start()
-    return thread
+    threads = [threading.Thread(target=build, args=(name,), daemon=True, name=f"build-{name}") for name in missing]
+    for thread in threads:
+        thread.start()
+    return threads

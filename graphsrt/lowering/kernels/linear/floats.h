@@ -160,14 +160,16 @@ struct FloatProduct {
 
   Vec scales(int64_t row, int64_t count) const { return w.scales(row, count); }
 
+  // These two are compiled once for x of any dtype: nothing takes the compiler longer. GCC would inline them into what
+  // calls them, and not what they call.
   template <int M, int R>
-  void few(int64_t row, int64_t m0, int64_t k, Vec* sums) const {
+  [[gnu::noinline, gnu::flatten]] void few(int64_t row, int64_t m0, int64_t k, Vec* sums) const {
     meet<M, R, true>(row, m0, k, sums);
   }
 
   // While rows of x meet these rows of w, the memory is asked for those that come next, a part by each tile.
   template <int R>
-  void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t next_row, int64_t next_k) const {
+  [[gnu::noinline, gnu::flatten]] void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t next_row, int64_t next_k) const {
     const int64_t bytes = x.width(next_k) * sizeof(*w.at(0, 0)), tiles = (m + MR - 1) / MR;
     int64_t asked = 0, turn = 0;
     in_tiles<MR>(m, [&](auto rows, int64_t i) {

@@ -260,12 +260,12 @@ struct Int4Product {
   Vec scales(int64_t, int64_t) const { return Vec(1.0f); }
 
   template <int M, int R>
-  void few(int64_t row, int64_t m0, int64_t k, Vec* sums) const {
+  [[gnu::noinline]] void few(int64_t row, int64_t m0, int64_t k, Vec* sums) const {
     int4_tile<M, R>(x, m0, k, w, row, sums);
   }
 
   template <int R>
-  void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t, int64_t) const {
+  [[gnu::noinline]] void many(int64_t row, int64_t m0, int64_t m, int64_t k, Vec* sums, int64_t, int64_t) const {
     in_tiles<MR>(m, [&](auto rows, int64_t i) {
       int4_tile<decltype(rows)::value, R>(x, m0 + i, k, w, row, sums + i * STRIDE);
     });

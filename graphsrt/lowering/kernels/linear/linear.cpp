@@ -9,18 +9,18 @@
 // multiplied, and the innermost loops, are in floats.h (float32), pairs.h (bfloat16 in hardware) and int4.h (integers).
 //
 // Regions that Inductor compiles call the C functions at the end; the dispatcher calls the rest.
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
+#include <c10/util/DimVector.h>
 #include <torch/library.h>
 
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "floats.h"
 #include "int4.h"
@@ -107,10 +107,11 @@ void check(bool fine, const char* what) {
   if (!fine) refuse(what);
 }
 
-std::vector<int64_t> result_sizes(const at::Tensor& x, int64_t N) {
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+// [.., N] for x [.., K], without a detour by the dispatcher: what surrounds a product of one row counts.
+at::Tensor result_for(const at::Tensor& x, int64_t N) {
+  c10::DimVector sizes(x.sizes());
   sizes.back() = N;
-  return sizes;
+  return at::detail::empty_cpu(sizes, x.scalar_type());
 }
 
 template <class F>
@@ -130,14 +131,15 @@ at::Tensor linear(const at::Tensor& given, const at::Tensor& w, const at::Tensor
   const int64_t N = w.size(0), K = w.size(1), M = K ? x.numel() / K : 0;
   if (x.scalar_type() == at::kBFloat16 && M >= rows_to_rearrange_for)
     return at::linear(x, w, bias ? std::optional<at::Tensor>(*bias) : std::nullopt);
-  at::Tensor y = at::empty(result_sizes(x, N), x.options());
+  at::Tensor y = result_for(x, N);
   with_activations(x.scalar_type(), [&](auto tag) {
     using Y = decltype(tag);
     const Plain<Y> of_w{w.const_data_ptr<Y>(), K};
 #ifdef PAIRS_IN_HARDWARE
-    if constexpr (std::is_same_v<Y, BFloat16>) return multiply<PairProduct, Plain<Y>, Y>(of_w, x, N, bias, y);
+    if constexpr (std::is_same_v<Y, BFloat16>) multiply<PairProduct, Plain<Y>, Y>(of_w, x, N, bias, y);
+    else
 #endif
-    multiply<FloatProduct<Plain<Y>>, Plain<Y>, Y>(of_w, x, N, bias, y);
+      multiply<FloatProduct<Plain<Y>>, Plain<Y>, Y>(of_w, x, N, bias, y);
   });
   return y;
 }
@@ -148,7 +150,7 @@ at::Tensor int8_linear(const at::Tensor& given, const at::Tensor& q, const at::T
   check(q.scalar_type() == at::kChar && q.is_contiguous() && x.size(-1) == K, "q must be int8 [N, K] for x [.., K]");
   check(scales.scalar_type() == at::kFloat && scales.is_contiguous() && scales.numel() == N,
         "a float32 scale for each row");
-  at::Tensor y = at::empty(result_sizes(x, N), x.options());
+  at::Tensor y = result_for(x, N);
   with_activations(x.scalar_type(), [&](auto tag) {
     using Y = decltype(tag);
     const Int8 w{q.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), K};
@@ -164,7 +166,7 @@ at::Tensor int4_linear(const at::Tensor& given, const at::Tensor& q, const at::T
         "q must be uint8 [N, K / 2] for x [.., K], K a multiple of 32, rows of whole 32 bytes");
   check(pairs.scalar_type() == at::kBFloat16 && pairs.is_contiguous() && pairs.numel() == N * (K / GROUP) * 2,
         "a bfloat16 scale and offset for each 32 columns");
-  at::Tensor y = at::empty(result_sizes(x, N), x.options());
+  at::Tensor y = result_for(x, N);
   with_activations(x.scalar_type(), [&](auto tag) {
     using Y = decltype(tag);
     const Int4 w{q.const_data_ptr<uint8_t>(), static_cast<const uint32_t*>(pairs.const_data_ptr()), K};

@@ -8,7 +8,6 @@
 #include <ATen/Parallel.h>
 
 #include <memory>
-#include <vector>
 
 namespace {
 
@@ -48,6 +47,7 @@ struct PairProduct {
 
   static constexpr int MR = 6, NR = 4;  // 24 sums, four weights and a value: 29 of 32 registers
   static constexpr int64_t UNIT = VL;   // of rows of w that threads divide
+  static constexpr int64_t MOST_BLOCKS = 32;  // of columns, up to which a single row of x has a way of its own
 
   PairProduct(const Plain<BFloat16>& w, const BFloat16* x, int64_t M) : w(w), x(x, M, w.K) {}
 };
@@ -64,7 +64,7 @@ inline __m512 quarters(const __m512* v) {
 }
 
 // x · w over n columns. What comes after them is asked for as well.
-inline __m512 pair_dot(const BFloat16* x, const BFloat16* w, int64_t n) {
+[[gnu::always_inline]] inline __m512 pair_dot(const BFloat16* x, const BFloat16* w, int64_t n) {
   constexpr int64_t AHEAD = 4096 / sizeof(BFloat16);
   __m512 sum = _mm512_setzero_ps();
   int64_t k = 0;
@@ -119,21 +119,6 @@ void pair_tiles(const PairProduct& p, int64_t m, int64_t w0, int64_t rows, int64
   });
 }
 
-// The only row of x with a strip of w: rows of w are gone through one by one, as they lie in memory.
-inline void pair_rows(const PairProduct& p, int64_t w0, int64_t rows, __m512* sums) {
-  thread_local std::vector<__m512> own;  // of each block of columns, four rows
-  own.resize((p.w.K + p.x.block - 1) / p.x.block * 4);
-  for (int64_t r = 0; r < rows; r += 4) {
-    for (int64_t i = 0; i < 4; ++i)
-      for (int64_t k = 0, b = 0; k < p.w.K; k += p.x.block, ++b)
-        own[b * 4 + i] = r + i < rows ? pair_dot(p.x.at(0, k), p.w.at(w0 + r + i, k), p.x.width(k)) : _mm512_setzero_ps();
-    for (size_t b = 0; b < own.size(); b += 4) {
-      const __m512 four = quarters<4>(own.data() + b);
-      sums[r / 4] = b ? _mm512_add_ps(sums[r / 4], four) : four;
-    }
-  }
-}
-
 // All rows of x with a strip of w. The first few tiles of each four rows of it ask for the next strip, in equal parts.
 inline void pair_strip(const PairProduct& p, int64_t m0, int64_t m, int64_t w0, int64_t rows, int64_t k, __m512* sums,
                        int64_t stride) {
@@ -152,6 +137,42 @@ inline void pair_strip(const PairProduct& p, int64_t m0, int64_t m, int64_t w0, 
   });
 }
 
+// Sixteen elements of y: the totals of four rows of w at a time.
+template <class Y>
+inline void store_sixteen(const __m512* four, const Y* bias, Y* y, int64_t count) {
+  const __m512 a = four[0], b = four[1], c = four[2], d = four[3];
+  const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+  Vec sum(_mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd)));
+  if (bias) sum = sum + load_floats(bias, count);
+  store_floats(sum, y, count);
+}
+
+// Rows n0..n1 of w with the only row of x: they are gone through one by one, whole, as they lie in memory. BLOCKS: of
+// columns, or 0 if they are more.
+template <int BLOCKS, class Y>
+void part_of_row(const PairProduct& p, const Y* bias, Y* y, int64_t n0, int64_t n1) {
+  const int64_t K = p.w.K, block = p.x.block, blocks = BLOCKS ? BLOCKS : (K + block - 1) / block;
+  const BFloat16* const x = p.x.data;
+  const BFloat16* w = p.w.at(n0, 0);
+  for (int64_t n = n0; n < n1; n += VL) {
+    const int64_t count = std::min(VL, n1 - n);
+    __m512 sums[4];
+    for (int64_t j = 0; j < 4; ++j) {
+      __m512 own[BLOCKS ? BLOCKS : PairProduct::MOST_BLOCKS][4];
+      for (int64_t i = 0; i < 4; ++i) {
+        for (int64_t b = 0; b < blocks; ++b)
+          own[b][i] = pair_dot(x + b * block, w + b * block, std::min(block, K - b * block));
+        if (4 * j + i + 1 < count) w += K;  // beyond the last row: not used
+      }
+      sums[j] = quarters<4>(own[0]);
+      for (int64_t b = 1; b < blocks; ++b) sums[j] = _mm512_add_ps(sums[j], quarters<4>(own[b]));
+    }
+    w += K;
+    store_sixteen(sums, bias ? bias + n : nullptr, y + n, count);
+  }
+}
+
 // Rows n0..n1 of w with all rows of x, a strip of w after the other. What memory is asked for is the strip that comes
 // next, in the order of its addresses: several rows at once are short streams, which the processor by itself follows
 // badly. The second cache has room for two strips.
@@ -160,26 +181,21 @@ void part(const PairProduct& p, int64_t N, const Y* bias, Y* y, int64_t n0, int6
   constexpr int64_t MOST = 48, STRIDE = MOST / 4 + 1;  // rows of a strip
   alignas(64) thread_local __m512 sums[MB * STRIDE];
   const int64_t K = p.w.K, M = p.x.M;
+  if (M == 1 && K > 0 && K <= PairProduct::MOST_BLOCKS * p.x.block) {
+    if (K <= p.x.block) return part_of_row<1>(p, bias, y, n0, n1);
+    return part_of_row<0>(p, bias, y, n0, n1);
+  }
   const int64_t most = std::clamp<int64_t>((1 << 17) / std::max<int64_t>(1, K) / VL * VL, VL, MOST);
   for (int64_t m0 = 0; m0 < M; m0 += MB) {
     const int64_t m = std::min(MB, M - m0);
     for (int64_t w0 = n0; w0 < n1; w0 += most) {
       const int64_t rows = std::min(most, n1 - w0);
       if (K == 0) std::fill_n(sums, m * STRIDE, _mm512_setzero_ps());
-      if (M == 1) pair_rows(p, w0, rows, sums);
-      else for (int64_t k = 0; k < K; k += p.x.block) pair_strip(p, m0, m, w0, rows, k, sums, STRIDE);
+      for (int64_t k = 0; k < K; k += p.x.block) pair_strip(p, m0, m, w0, rows, k, sums, STRIDE);
       for (int64_t i = 0; i < m; ++i) {
-        Y* out = y + (m0 + i) * N + w0;
-        for (int64_t j = 0; j < rows; j += VL) {
-          const __m512* four = sums + i * STRIDE + j / 4;
-          const __m512 a = four[0], b = four[1], c = four[2], d = four[3];  // beyond the last row: not used
-          const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-          const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
-          Vec sum(_mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd)));
-          const int64_t count = std::min(VL, rows - j);
-          if (bias) sum = sum + load_floats(bias + w0 + j, count);
-          store_floats(sum, out + j, count);
-        }
+        const int64_t at = (m0 + i) * N + w0;
+        for (int64_t j = 0; j < rows; j += VL)  // sums beyond the last row: not used
+          store_sixteen(sums + i * STRIDE + j / 4, bias ? bias + w0 + j : nullptr, y + at + j, std::min(VL, rows - j));
       }
     }
   }
