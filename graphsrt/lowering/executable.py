@@ -18,7 +18,9 @@ from graphsrt import ops
 from graphsrt.errors import CompileError, explain
 from graphsrt.lowering.collectives import padded
 from graphsrt.lowering.decompose import decompose
-from graphsrt.lowering.launches import Bind, OperatorLaunch, RegionLaunch, Run, Slots, Spent
+from graphsrt.lowering.inductor import CompiledRegion
+from graphsrt.lowering.kernels.replay import Replay
+from graphsrt.lowering.launches import Bind, OperatorLaunch, RegionLaunch, Slots, Spent
 from graphsrt.lowering.region_cache import CompileStats, Progress, compile_regions, load
 from graphsrt.lowering.regions import OperatorStep, Region, RegionStep, Step, cut, distinct_regions, plain
 from graphsrt.program import LOGITS, Program, target_name, where
@@ -104,7 +106,7 @@ class Executable:
             done = [slot[node] for node in last_use.get(number, ())]
             if isinstance(step, RegionStep):
                 mine = [weights[name] for name in step.weights]
-                self._steps.append(RegionLaunch(step, slot, regions[step.region].run, mine, done, self.spent))
+                self._steps.append(RegionLaunch(step, slot, regions[step.region], mine, done, self.spent))
             else:
                 for argument in step.node.all_input_nodes:
                     if argument.op == "get_attr":
@@ -144,15 +146,24 @@ class Executable:
         slots = self._filled(inputs)
         given = [(index, slots[index]) for _, index in self._inputs]
         launches = []
-        compiled: dict[Region, Run] = {}
+        compiled: dict[Region, CompiledRegion] = {}
+        native: Replay | None = Replay(len(slots)) if self._device == "cpu" and self.backend == "inductor" else None
         with torch.no_grad():
             for step in self._steps:
-                if sizes is not None and isinstance(step, RegionLaunch):
-                    if step.region not in compiled:
-                        compiled[step.region] = load(step.region.at(sizes)).run
-                    launches.append(step.bound(slots, compiled[step.region]))
+                if isinstance(step, RegionLaunch):
+                    if sizes is not None and step.region not in compiled:
+                        compiled[step.region] = load(step.region.at(sizes))
+                    own = compiled.get(step.region)
+                    launches.append(step.bound(slots, own))
+                    if native is not None:
+                        step.add_to(native, own)
                 else:
-                    launches.append(step.bound(slots))
+                    kernel = step.bind(slots)
+                    launches.append(step.bound(slots, kernel))
+                    if native is not None and kernel is not None:
+                        step.add_to(native, kernel)
+                    else:
+                        native = None  # some launch needs the interpreter
                 step(slots)
 
         def results() -> dict[str, Tensor]:
@@ -166,7 +177,11 @@ class Executable:
                     launch()
             return results()
 
-        return results(), replay
+        if native is None:
+            return results(), replay
+        for index, value in given:
+            native.pin(index, value)
+        return results(), self._timed_kernels(native.runner(self._outputs))
 
     def _filled(self, inputs: Mapping[str, Tensor]) -> Slots:
         slots = self._template.copy()
@@ -192,6 +207,18 @@ class Executable:
                         got=f"{given.dtype} {list(given.shape)}, strides {given.stride()}",
                     )
                 )
+
+    def _timed_kernels(self, run: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
+        spent, clock = self.spent, time.perf_counter
+
+        def timed() -> dict[str, Tensor]:
+            start = clock()
+            try:
+                return run()
+            finally:
+                spent.kernels_s += clock() - start
+
+        return timed
 
     # -- operators ------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class CompiledRegion:
     """
 
     def __init__(self, region: Region, library: Path):
-        self.region = region
+        self.region, self.library = region, library
         if any(call.target in INSTEAD for call in region.calls):
             linear.load()  # the library of the region asks for its functions
         self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1)  # type: ignore[call-arg]

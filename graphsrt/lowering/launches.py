@@ -2,7 +2,8 @@
 
 A launch is called with the slots of any step, and drops what no later launch reads. ``bound`` gives the same for one
 list of slots, whose inputs stay the very tensors that they are and whose sizes do not change: what need not be looked
-at again is not.
+at again is not. If all launches of a step are compiled code, they run without the interpreter: ``add_to`` describes
+them to a ``Replay``.
 """
 
 from __future__ import annotations
@@ -10,24 +11,38 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch.fx as fx
 from torch import Tensor
 
 from graphsrt.errors import CompileError, explain
+from graphsrt.lowering.inductor import CompiledRegion
+from graphsrt.lowering.kernels.replay import Replay
 from graphsrt.lowering.regions import Formal, Ref, RegionStep, referring, substitute
 from graphsrt.program import walk, where
 
 Slots = list[Any]
 """One entry for each value of a program."""
 
-Run = Callable[[list[Tensor]], list[Tensor]]
-"""A compiled region: inputs, then weights → outputs."""
 
-Bind = Callable[..., Callable[..., Any]]
-"""An operator's arguments → the operator for the same ones but the first three: these are what the program computes,
-and it is called with other tensors of their layouts."""
+class Bound(Protocol):
+    """An operator whose arguments are settled but for tensors that the program computes, of layouts that do not change.
+
+    ``out`` is what it returns, the same tensor each time.
+    """
+
+    out: Tensor
+
+    def __call__(self, *computed: Any) -> Tensor:
+        """Run it."""
+
+    def native(self) -> tuple[int, int]:
+        """As :meth:`graphsrt.lowering.kernels.replay.Replay.add_kernel` takes it."""
+
+
+Bind = Callable[..., Bound]
+"""An operator's arguments → the operator for the same ones but the first three: these are what the program computes."""
 
 
 @dataclass
@@ -45,7 +60,7 @@ class RegionLaunch:
         self,
         step: RegionStep,
         slot: Mapping[fx.Node, int],
-        run: Run,
+        compiled: CompiledRegion,
         weights: Sequence[Tensor],
         done: list[int],
         spent: Spent,
@@ -56,7 +71,7 @@ class RegionLaunch:
         self._inputs = [slot[node] for node in step.inputs]
         self._outputs = [slot[node] for node in step.outputs]
         self._weights = list(weights)
-        self._run, self._done, self._spent = run, done, spent
+        self._compiled, self._done, self._spent = compiled, done, spent
         self._checked = False
 
     def __call__(self, slots: Slots) -> None:
@@ -66,10 +81,15 @@ class RegionLaunch:
             self._checked = True
         self.bound(slots)()
 
-    def bound(self, slots: Slots, compiled: Run | None = None) -> Callable[[], None]:
+    def add_to(self, replay: Replay, compiled: CompiledRegion | None = None) -> None:
+        """The launch as a part of a replay. ``compiled``: for just its sizes."""
+        library = (compiled or self._compiled).library
+        replay.add_region(library, self._inputs, self._weights, self._outputs, self._done)
+
+    def bound(self, slots: Slots, compiled: CompiledRegion | None = None) -> Callable[[], None]:
         """The launch over these slots. ``compiled``: for their very sizes."""
-        inputs, outputs, weights, run, done = self._inputs, self._outputs, self._weights, self._run, self._done
-        run = compiled or run
+        inputs, outputs, weights, done = self._inputs, self._outputs, self._weights, self._done
+        run = (compiled or self._compiled).run
         spent, clock = self._spent, time.perf_counter
 
         def launch() -> None:
@@ -132,12 +152,23 @@ class OperatorLaunch:
             kwargs[name] = slots[source]
         return args, kwargs
 
-    def bound(self, slots: Slots) -> Callable[[], None]:
-        """The launch over these slots, which hold what it reads at present; see :data:`Bind`."""
+    def bind(self, slots: Slots) -> Bound | None:
+        """The operator over these slots, which hold what it reads at present; None if there is no such form of it."""
         if self._bind is None:
-            return lambda: self(slots)
+            return None
         args, kwargs = self._arguments(slots)
-        kernel, computed, out, done = self._bind(*args, **kwargs), self._computed, self._out, self._done
+        return self._bind(*args, **kwargs)
+
+    def add_to(self, replay: Replay, kernel: Bound) -> None:
+        """The launch as a part of a replay."""
+        replay.pin(self._out, kernel.out)
+        replay.add_kernel(kernel.native(), self._computed, self._done, keep=kernel)
+
+    def bound(self, slots: Slots, kernel: Bound | None) -> Callable[[], None]:
+        """The launch over these slots; ``kernel`` is what ``bind`` gave."""
+        if kernel is None:
+            return lambda: self(slots)
+        computed, out, done = self._computed, self._out, self._done
         spent, clock = self._spent, time.perf_counter
 
         def launch() -> None:

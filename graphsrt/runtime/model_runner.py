@@ -163,7 +163,11 @@ class ModelRunner:
             "logit_rows": logit_rows,
         }
         outputs, size = self._run(batch, inputs)
-        given = {name: [part[: len(batch.logit_rows)] for part in parts] for name, parts in outputs.items()}
+        num_rows = len(batch.logit_rows)
+        given = {
+            name: [part if part.shape[0] == num_rows else part[:num_rows] for part in parts]
+            for name, parts in outputs.items()
+        }
         local = given.pop(LOGITS)
         if self._rank != 0 and not self._columns.split and not self._agreement.due:
             return None

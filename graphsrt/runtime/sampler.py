@@ -87,28 +87,27 @@ def _largest(logits: SplitLogits) -> tuple[Tensor, Tensor]:
     found = [_first_largest(part) for part in logits.parts]
     if logits.columns.split:
         values, ids = logits.exchange(
-            [values.double() for values, _ in found], [ids + start for (_, ids), start in zip(found, logits.starts)]
+            [values for values, _, _ in found], [ids + start for (_, ids, _), start in zip(found, logits.starts)]
         )
         # max and not max of the finite entries only: NaN must win, and does, on every device.
         largest, rank = values.max(dim=0)
         tokens = ids.gather(0, rank[None])[0]
+        finite = bool(torch.isfinite(largest).all())
     else:
-        ((largest, tokens),) = found
-        largest = largest.double()
-    finite = torch.isfinite(largest)
-    if not bool(finite.all()):
-        row = int((~finite).nonzero()[0, 0])
+        ((largest, tokens, finite),) = found
+    if not finite:
+        row = int((~torch.isfinite(largest)).nonzero()[0, 0])
         (num_nan,) = logits.exchange([part[row].isnan().sum() for part in logits.parts])
         raise GraphsrtError(_describe(row, int(num_nan.sum()), float(largest[row]), logits.columns.vocab_size))
     return largest, tokens
 
 
-def _first_largest(part: Tensor) -> tuple[Tensor, Tensor]:
-    """``part.max(dim=-1)``; of equal numbers the first, of which NaN is the largest."""
-    if not part.is_cpu:
-        return part.max(dim=-1)  # type: ignore[return-value]
-    ids = first_largest(part)
-    return part.gather(-1, ids[:, None])[:, 0], ids
+def _first_largest(part: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """``part.max(dim=-1)`` in float64, and whether it is finite; of equal numbers the first, NaN being the largest."""
+    if part.is_cpu:
+        return first_largest(part)
+    values, ids = part.max(dim=-1)
+    return values.double(), ids, bool(values.isfinite().all())
 
 
 def _draw(logits: SplitLogits, largest: Tensor, how: Sampling) -> Tensor:

@@ -57,7 +57,8 @@ class Columns:
         for rank, part in enumerate(local if self.split else local[:1], self.first_rank):
             count = self.counts[rank]
             none = count == 0
-            parts.append(part.new_full((len(part), 1), -torch.inf) if none else part[:, :count])
+            own = part if part.shape[1] == count else part[:, :count]
+            parts.append(part.new_full((len(part), 1), -torch.inf) if none else own)
             starts.append(self.vocab_size if none else self.starts[rank])
         return SplitLogits(self, parts, starts)
 

@@ -86,8 +86,11 @@ def inputs_of(tokens: int) -> dict[str, torch.Tensor]:
     }
 
 
-def paged(dtype: torch.dtype, ranks: int = 2) -> Program:
-    """One layer with fused q, k, v, the paged pool, a sum over ranks, and logits of the last tokens of sequences."""
+def paged(dtype: torch.dtype, ranks: int = 2, *, summed: bool = True) -> Program:
+    """One layer with fused q, k, v, the paged pool, a sum over ranks, and logits of the last tokens of sequences.
+
+    ``summed=False`` leaves the sum out: a captured step is then compiled code throughout.
+    """
     program = Program("paged", mesh={"tp": ranks})
     shapes = {
         "tokens": (("T",), torch.int64), "kv_pool": ((1, 2, 64, 2, 8), dtype), "req_to_token": ((4, 64), torch.int32),
@@ -114,7 +117,7 @@ def paged(dtype: torch.dtype, ranks: int = 2) -> Program:
         ops.radix_attention, part["q"], part["k"], part["v"], *batch, name="attended", layer_id=0, scale=8**-0.5
     )
     flat = call(aten.view.default, attended, [-1, 32], name="flat")
-    total = call(ops.all_reduce, flat, name="total", axis="tp")
+    total = call(ops.all_reduce, flat, name="total", axis="tp") if summed else flat
     out = call(aten.linear.default, total, weight("o", 48, 32), name="out")
     pair = call(ops.add_rms_norm, out, h, weight("norm_2", 48), name="pair", **norm)
     normed = call(operator.getitem, pair, 0, name="normed")

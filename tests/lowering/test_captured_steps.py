@@ -54,9 +54,10 @@ def batch(program: Program, rows: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.parametrize("summed", [False, True])  # with the interpreter between launches, and without
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_bound_step_reads_what_its_inputs_hold_by_then(backend: str) -> None:
-    program = paged(torch.float32, ranks=1)
+def test_a_bound_step_reads_what_its_inputs_hold_by_then(backend: str, summed: bool) -> None:
+    program = paged(torch.float32, ranks=1, summed=summed)
     executable = Executable(program, weights_of(program), backend=backend)  # type: ignore[arg-type]
     held = batch(program, 3, seed=0)
     first, replay = executable.bind(held)
@@ -72,10 +73,11 @@ def test_a_bound_step_reads_what_its_inputs_hold_by_then(backend: str) -> None:
         executable.bind({**held, "seq_lens": held["seq_lens"].int()})
 
 
-def test_padding_touches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("summed", [False, True])
+def test_padding_touches_nobody(summed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of padding are NaN from the embedding on, and so is every slot that holds nothing."""
     monkeypatch.setitem(captured_steps.FILLINGS, "rows", 0)  # what this program calls its rows of logits
-    program = paged(torch.float32, ranks=1)
+    program = paged(torch.float32, ranks=1, summed=summed)
     weights = weights_of(program)
     executable = Executable(program, weights, backend="inductor")
     poisoned = {**weights, "embed": weights["embed"].clone()}

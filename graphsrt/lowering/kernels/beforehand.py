@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from graphsrt.errors import CompileError
-from graphsrt.lowering.kernels import first_largest, linear, shared_rounds
+from graphsrt.lowering.kernels import first_largest, linear, replay, shared_rounds
 from graphsrt.lowering.kernels.build import build_library
 from graphsrt.lowering.kernels.radix_attention import cpu
 
@@ -19,7 +19,12 @@ def start_building(tp: int) -> list[threading.Thread]:
 
     One thread for each library: the largest takes half a minute. Whoever needs a library then waits for it.
     """
-    loaders = {"linear": linear.load, "radix_attention": cpu.kernel, "first_largest": first_largest.load}
+    loaders = {
+        "linear": linear.load,
+        "radix_attention": cpu.kernel,
+        "replay": replay.load,
+        "first_largest": first_largest.load,
+    }
     if tp > 1:
         loaders["shared_rounds"] = shared_rounds.kernel
 

@@ -1,7 +1,12 @@
 // The first of the largest numbers of each row, NaN being the largest of all; -0 and 0 are equal.
 //
 // Numbers compare as their bits do, read as integers with a sign, so that 16 bits need not become floats first.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -20,6 +25,19 @@ inline Signed key(Signed bits) {
   return static_cast<Signed>((number & ~is_nan) | (MOST & is_nan));  // no branch: GCC would not use vectors
 }
 
+// What bits stand for: those of infinity tell which dtype they are of.
+template <int32_t INFINITE>
+double number(int32_t bits) {
+  if constexpr (INFINITE == 0x7f800000) return std::bit_cast<float>(bits);
+  else if constexpr (INFINITE == 0x7f80) return std::bit_cast<float>(bits << 16);
+  else {  // float16: five bits of exponent, ten of fraction
+    const int32_t exponent = bits >> 10 & 31, fraction = bits & 1023;
+    double size = std::ldexp(exponent ? 1024 + fraction : fraction, std::max(exponent, 1) - 25);
+    if (exponent == 31) size = fraction ? std::numeric_limits<double>::quiet_NaN() : std::numeric_limits<double>::infinity();
+    return bits < 0 ? -size : size;
+  }
+}
+
 template <class Signed, Signed INFINITE>
 int64_t place(const Signed* row, int64_t count) {
   Signed largest = std::numeric_limits<Signed>::min();
@@ -36,20 +54,43 @@ int64_t place(const Signed* row, int64_t count) {
 }
 
 template <class Signed, Signed INFINITE>
-void places(const void* data, int64_t rows, int64_t count, int64_t stride, int64_t* found) {
+void places(const void* data, int64_t rows, int64_t count, int64_t stride, int64_t* found, double* largest) {
   const Signed* numbers = static_cast<const Signed*>(data);
 #pragma omp parallel for if (rows > 1 && rows * count > 100000)
-  for (int64_t r = 0; r < rows; ++r) found[r] = place<Signed, INFINITE>(numbers + r * stride, count);
+  for (int64_t r = 0; r < rows; ++r) {
+    found[r] = place<Signed, INFINITE>(numbers + r * stride, count);
+    largest[r] = number<INFINITE>(numbers[r * stride + found[r]]);
+  }
 }
+
+// first_largest(infinite, data, rows, count, stride, places, numbers): of each row of `data` where its largest number
+// is, and that number; True if all these are finite. All are integers: the bits of infinity, which tell bfloat16,
+// float16 and float32 apart, and addresses; `stride` counts numbers.
+PyObject* py_first_largest(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (n != 7) return PyErr_Format(PyExc_TypeError, "first_largest: %zd arguments", n);
+  const int64_t infinite = PyLong_AsLongLong(args[0]), rows = PyLong_AsLongLong(args[2]);
+  const int64_t count = PyLong_AsLongLong(args[3]), stride = PyLong_AsLongLong(args[4]);
+  const void* data = PyLong_AsVoidPtr(args[1]);
+  auto* found = static_cast<int64_t*>(PyLong_AsVoidPtr(args[5]));
+  auto* largest = static_cast<double*>(PyLong_AsVoidPtr(args[6]));
+  if (PyErr_Occurred()) return nullptr;
+  Py_BEGIN_ALLOW_THREADS;
+  switch (infinite) {
+    case 0x7f80: places<int16_t, 0x7f80>(data, rows, count, stride, found, largest); break;
+    case 0x7c00: places<int16_t, 0x7c00>(data, rows, count, stride, found, largest); break;
+    default: places<int32_t, 0x7f800000>(data, rows, count, stride, found, largest);
+  }
+  Py_END_ALLOW_THREADS;
+  return PyBool_FromLong(std::all_of(largest, largest + rows, [](double x) { return std::isfinite(x); }));
+}
+
+PyMethodDef methods[] = {{"first_largest", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_first_largest)),
+                          METH_FASTCALL, nullptr},
+                         {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, "first_largest", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
-// `infinite`: the bits of infinity, which tell bfloat16, float16 and float32 apart. `stride` counts numbers.
-extern "C" void graphsrt_first_largest(int64_t infinite, const void* data, int64_t rows, int64_t count, int64_t stride,
-                                       int64_t* found) {
-  switch (infinite) {
-    case 0x7f80: return places<int16_t, 0x7f80>(data, rows, count, stride, found);
-    case 0x7c00: return places<int16_t, 0x7c00>(data, rows, count, stride, found);
-    default: return places<int32_t, 0x7f800000>(data, rows, count, stride, found);
-  }
-}
+PyMODINIT_FUNC PyInit_first_largest() { return PyModule_Create(&module_def); }

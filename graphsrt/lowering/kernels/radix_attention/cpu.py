@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -76,7 +76,7 @@ def bind(
     causal: bool = True,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-) -> Callable[..., Tensor]:
+) -> Bound:
     """Check everything once: a function of q, k and v like these (of q alone if there are no others), in the layouts of
     these, that reads all other tensors as they are by then. The caller keeps them where they are. What it returns is
     the same tensor each time.
@@ -129,19 +129,28 @@ def bind(
         *_per_head(op, "alibi_slopes", alibi_slopes, num_heads),
     )
     after = (sliding_window or 0, chunk_size or 0, float(scale), float(softcap or 0.0))
-    attend, out = kernel().radix_attention, torch.empty(num_tokens, num_heads, value_size, dtype=q.dtype)
-    out_at = out.data_ptr()
+    out = torch.empty(num_tokens, num_heads, value_size, dtype=q.dtype)
+    k_at, v_at = (0, 0) if k is None or v is None else (k.data_ptr(), v.data_ptr())
+    code = kernel().bind(
+        *before, k_at, *k_layout, v_at, *v_layout, kv_dtype, *given_scales,
+        q.data_ptr(), *between, out.data_ptr(), *after,
+    )  # fmt: skip
+    return Bound(code, out)
 
-    def bound(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        k_at = 0 if k is None else k.data_ptr()
-        v_at = 0 if v is None else v.data_ptr()
-        attend(
-            *before, k_at, *k_layout, v_at, *v_layout, kv_dtype, *given_scales,
-            q.data_ptr(), *between, out_at, *after,
-        )  # fmt: skip
-        return out
 
-    return bound
+class Bound:
+    """Attention whose arguments are settled but for where q, k and v lie; see :func:`bind`."""
+
+    def __init__(self, code: Any, out: Tensor):
+        self._code, self.out, self._call = code, out, kernel().call
+
+    def __call__(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        self._call(self._code, q.data_ptr(), 0 if k is None else k.data_ptr(), 0 if v is None else v.data_ptr())
+        return self.out
+
+    def native(self) -> tuple[int, int]:
+        """For ``kernels.replay.Replay.add_kernel``, for as long as this object is there."""
+        return kernel().native(self._code)
 
 
 def _write_args(

@@ -62,6 +62,7 @@ struct Args {
   int64_t q_dtype, q_stride_t, q_stride_h;
   const void* k;                          // [T, K, D], or null: nothing is written
   const void* v;                          // [T, K, Dv]
+  bool kv_given;                          // whether a call that is bound has them
   int64_t kv_dtype, k_stride_t, k_stride_h, v_stride_t, v_stride_h;
   char* pool_k;                           // [S, K, D] of this layer
   char* pool_v;                           // [S, K, Dv], of the same strides
@@ -986,9 +987,30 @@ PyObject* py_kv_write(PyObject*, PyObject* const* args, Py_ssize_t n) {
   });
 }
 
-PyObject* py_radix_attention(PyObject*, PyObject* const* args, Py_ssize_t n) {
-  if (n != NUM_ARGS) return PyErr_Format(PyExc_TypeError, "radix_attention: %zd arguments", n);
-  Args x{};
+constexpr const char* BOUND = "graphsrt.radix_attention";
+
+void call(const Args& bound, const void* q, const void* k, const void* v) {
+  Args x = bound;
+  x.q = q, x.k = k, x.v = v;
+  check_batch(x);  // before anything is written
+  if (x.k) {
+    check_locations(x);
+    write(x);
+  }
+  attend(x);
+}
+
+// As a captured step calls it: inputs are q, and k and v if there are any.
+void call_from_step(const void* bound, void* const* inputs) {
+  const Args& x = *static_cast<const Args*>(bound);
+  call(x, inputs[0], x.kv_given ? inputs[1] : nullptr, x.kv_given ? inputs[2] : nullptr);
+}
+
+// All that a call needs, for others whose q, k and v lie elsewhere.
+PyObject* py_bind(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (n != NUM_ARGS) return PyErr_Format(PyExc_TypeError, "bind: %zd arguments", n);
+  auto made = std::make_unique<Args>();
+  Args& x = *made;
   Reader r{args};
   read_write_args(r, x);
   x.q = r.pointer<const void*>(), x.q_dtype = r.integer(), x.q_stride_t = r.integer(), x.q_stride_h = r.integer();
@@ -1001,21 +1023,36 @@ PyObject* py_radix_attention(PyObject*, PyObject* const* args, Py_ssize_t n) {
   x.slopes = r.pointer<const void*>(), x.slopes_dtype = r.integer();
   x.out = r.pointer<void*>();
   x.window = r.integer(), x.chunk = r.integer(), x.scale = r.real(), x.softcap = r.real();
+  x.kv_given = x.k != nullptr;
   if (PyErr_Occurred()) return nullptr;
-  return guarded([&] {
-    check_batch(x);  // before anything is written
-    if (x.k) {
-      check_locations(x);
-      write(x);
-    }
-    attend(x);
-  });
+  const auto destroy = [](PyObject* bound) { delete static_cast<Args*>(PyCapsule_GetPointer(bound, BOUND)); };
+  return PyCapsule_New(made.release(), BOUND, destroy);
+}
+
+// call(bound, addresses of q, k and v)
+PyObject* py_call(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (n != 4) return PyErr_Format(PyExc_TypeError, "call: %zd arguments", n);
+  const auto* x = static_cast<const Args*>(PyCapsule_GetPointer(args[0], BOUND));
+  Reader r{args + 1};
+  const auto *q = r.pointer<const void*>(), *k = r.pointer<const void*>(), *v = r.pointer<const void*>();
+  if (PyErr_Occurred()) return nullptr;
+  return guarded([&] { call(*x, q, k, v); });
+}
+
+// native(bound): the addresses of a function and of its first argument; see replay.cpp
+PyObject* py_native(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (n != 1) return PyErr_Format(PyExc_TypeError, "native: %zd arguments", n);
+  void* bound = PyCapsule_GetPointer(args[0], BOUND);
+  if (!bound) return nullptr;
+  return Py_BuildValue("KK", reinterpret_cast<unsigned long long>(call_from_step),
+                       reinterpret_cast<unsigned long long>(bound));
 }
 
 PyMethodDef methods[] = {
     {"kv_write", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_kv_write)), METH_FASTCALL, nullptr},
-    {"radix_attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_radix_attention)), METH_FASTCALL,
-     nullptr},
+    {"bind", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_bind)), METH_FASTCALL, nullptr},
+    {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_call)), METH_FASTCALL, nullptr},
+    {"native", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_native)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module_def = {
