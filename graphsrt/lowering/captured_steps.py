@@ -6,8 +6,9 @@ token 0 at position 0, read no cached keys, write none (slot -1), and what they 
 one with more sequences than the largest size, is not for here: the caller runs it with sizes as they come.
 
 What capturing means is the backend's: on the CPU :meth:`graphsrt.lowering.executable.Executable.bind`, which settles
-layouts, addresses and arguments, and replays all of it in one call where all is compiled code; on a GPU it would be a CUDA graph. A backend relies on this: the buffers of a size,
-and all that is lent, are the same memory in each replay, and what a replay returns is used up before the next one.
+layouts, addresses and arguments, and replays all of it in one call where all is compiled code; on a GPU it would be a
+CUDA graph. A backend relies on this: the buffers of a size, and all that is lent, are the same memory in each replay,
+and what a replay returns is used up before the next one.
 
 Source of the idea: padded batch sizes with a graph each, as in TensorRT-LLM, vLLM and SGLang.
 """
