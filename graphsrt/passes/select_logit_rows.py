@@ -4,11 +4,12 @@
 
 The selection moves up from what is returned through everything that treats rows alone (pointwise operators, norms,
 linears, slices and collectives along other dimensions) and whose rows nobody else wants, and stops below whatever mixes
-or makes tokens.
+or makes tokens: of the last layer, only queries, keys and values are computed for all tokens.
 
 Needs: page_attention (a step that knows which rows end a sequence).
 Leaves: an input ``logit_rows [R]``, and logits ``[R, V]``, as well as rows of other results.
-Numerics: exact.  Source: ours; SGLang and vLLM prune the last hidden states in their logits processors.
+Numerics: exact.  Source: ours; SGLang and vLLM prune the last hidden states in their logits processors, llama.cpp the
+last layer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def select_logit_rows(program: Program, *, near_misses: list[NearMiss] | None = 
     result = next(iter(reversed(program.graph.nodes)))
     chosen = {result}  # what is wanted for the chosen rows alone
     for node in reversed(program.nodes):
-        if node.users and chosen.issuperset(node.users) and _row_argument(program, node) is not None:
+        if node.users and chosen.issuperset(node.users) and _row_arguments(program, node):
             chosen.add(node)
     rows = program.add_input("logit_rows", Input(("R",), torch.int64, "forward_batch.logit_rows"))
     if "placement" in program.output.meta:
@@ -51,7 +52,7 @@ def select_logit_rows(program: Program, *, near_misses: list[NearMiss] | None = 
 
 
 def _reads_rows(program: Program, user: fx.Node, value: fx.Node, chosen: set[fx.Node]) -> bool:
-    return user in chosen and (user.op == "output" or _row_argument(program, user) is value)
+    return user in chosen and (user.op == "output" or value in _row_arguments(program, user))
 
 
 def _select(program: Program, value: fx.Node, rows: fx.Node, users: list[fx.Node]) -> None:
@@ -67,21 +68,20 @@ def _select(program: Program, value: fx.Node, rows: fx.Node, users: list[fx.Node
         user.replace_input_with(value, chosen)
 
 
-def _row_argument(program: Program, node: fx.Node) -> fx.Node | None:
-    """The one argument with rows of tokens, if the operator treats each row alone."""
-    if node.op != "call_function":
-        return None
-    rowwise = node.target in _ROWWISE or (
-        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    )
+def _row_arguments(program: Program, node: fx.Node) -> list[fx.Node]:
+    """The arguments with rows of tokens, if the operator treats each row alone and the program computes all of them."""
+    if node.op != "call_function" or program.shape(node)[:1] != ("T",):
+        return []
+    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    rowwise = pointwise or node.target in _ROWWISE
     if node.target in _ROWWISE_ALONG_OTHER_DIMS:
         rowwise = arguments(node)["dim"] != 0
     if not rowwise:
-        return None
+        return []
     with_rows = [a for a in node.all_input_nodes if program.shape(a)[:1] == ("T",)]
-    if len(with_rows) != 1 or with_rows[0].op != "call_function" or program.shape(node)[:1] != ("T",):
-        return None
-    return with_rows[0]
+    if pointwise and any(len(program.shape(a)) != len(program.shape(node)) for a in with_rows):
+        return []  # broadcast: its first dimension is not that of the result
+    return with_rows if all(a.op == "call_function" for a in with_rows) else []
 
 
 def _expected(program: Program) -> int:

@@ -63,7 +63,7 @@ def test_sum_needed_too_early() -> None:
     check(fuse_add_rms_norm, made(block), fires=0, near_miss="mul uses add before rms_norm is computed")
 
 
-@pytest.mark.parametrize(("family", "fires"), [("llama", 3), ("gemma2", 3)])
+@pytest.mark.parametrize(("family", "fires"), [("llama", 4), ("gemma2", 4)])
 def test_models(family: str, fires: int) -> None:
     """The first norm has no sum before it. Gemma-2's norms of a branch have none either."""
     done = check(fuse_add_rms_norm, captures.before("fuse_add_rms_norm", family, layers=2), fires=fires, tokens=(3,))

@@ -28,7 +28,7 @@ def test_text() -> None:
 
 def test_sharded() -> None:
     done = check(fuse_silu_mul, captures.before("fuse_silu_mul", "llama"), fires=1)
-    line = "layers.0.mlp.silu_mul: f64[T, 41/2{0:21|21:41,~40:41}] S(1) = graphsrt.silu_mul(layers.0.mlp.gate_up_proj)"
+    line = "layers.0.mlp.silu_mul: f64[R, 41/2{0:21|21:41,~40:41}] S(1) = graphsrt.silu_mul(layers.0.mlp.gate_up_proj)"
     assert line in done.after
 
 

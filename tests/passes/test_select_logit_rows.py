@@ -11,18 +11,26 @@ from tests.support import captures, hand
 
 
 def test_text() -> None:
-    """Above the final norm, the head, the gather and the cut of its padding; below the last residual sum."""
+    """Above all of the last layer that follows its attention; below what the attention gives, and the residual."""
     done = check(select_logit_rows, captures.before("select_logit_rows", "llama"), fires=1)
     assert done.before.splitlines()[-5].startswith("norm: f64[T, 48] R = graphsrt.rms_norm(layers.0.add_1, ")
-    assert [line.partition(" = ")[0] for line in done.after.splitlines()[-6:]] == [
-        "layers.0.add_1.rows: f64[R, 48] R",
+    lines = [line.partition(" = ")[0] for line in done.after.splitlines()]
+    assert lines[-18:-14] == [
+        "layers.0.self_attn.view_3.rows: f64[R, 64/2] S(1)",
+        "layers.0.self_attn.o_proj: f64[R, 48] P(sum)",
+        "layers.0.self_attn.o_proj.all_reduce: f64[R, 48] R",
+        "embed_tokens.all_reduce.rows: f64[R, 48] R",
+    ]
+    assert lines[-6:] == [
+        "layers.0.add_1: f64[R, 48] R",
         "norm: f64[R, 48] R",
         "lm_head: f64[R, 67/2{0:34|34:67,~66:67}] S(1)",
         "lm_head.all_gather: f64[R, 68] R",
         "lm_head.vocabulary: f64[R, 67] R",
         "return lm_head.vocabulary",
     ]
-    assert "aten.index_select(layers.0.add_1, 0, logit_rows)" in done.after
+    assert all("[T" not in line for line in lines[-18:])
+    assert "aten.index_select(embed_tokens.all_reduce, 0, logit_rows)" in done.after
 
 
 def test_soft_cap_of_logits() -> None:
