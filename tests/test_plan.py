@@ -132,20 +132,22 @@ def test_activations_alive_at_a_time() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_flops_of_llama(tp: int) -> None:
-    """Linears: 2 × tokens × weight elements. Attention: 4 × heads × head size × pairs. Logits: one row a sequence."""
+    """Linears: 2 × tokens × weight elements. Attention: 4 × heads × head size × pairs. One row a
+    sequence of the logits, and of what follows the last attention."""
     heads, kv_heads, layers, tokens, batch = 4, 2, 2, 32, 3
     width, local_inner = 12 * heads, -(-tiny.INTERMEDIATE // tp)
     local_heads, local_kv = heads // tp, max(1, kv_heads // tp)
     made = planned("llama", heads, kv_heads, tp, context=tokens, batch=batch)
     qkv = width * (local_heads + 2 * local_kv) * tiny.HEAD_SIZE
-    layer = qkv + local_heads * tiny.HEAD_SIZE * width + 3 * width * local_inner
+    rest = local_heads * tiny.HEAD_SIZE * width + 3 * width * local_inner
     head = width * -(-tiny.VOCAB // tp)
     for step, new, pairs, rows in (
         (made.prefill, tokens, tokens * (tokens + 1) // 2, 1),
         (made.decode, batch, batch * tokens, batch),
     ):
         attention = 4 * local_heads * tiny.HEAD_SIZE * pairs
-        assert step.cost.total_flops == layers * (2 * new * layer + attention) + 2 * rows * head
+        linears = new * (layers * qkv + (layers - 1) * rest) + rows * (rest + head)
+        assert step.cost.total_flops == layers * attention + 2 * linears
         assert set(step.cost.flops) == {torch.float64}
 
 
@@ -224,11 +226,11 @@ def test_collectives_are_those_of_the_program(case: tuple[str, int, int, int]) -
 
 
 def test_bytes_sent_by_llama() -> None:
-    """Embedding, and two sums a layer, of [T, E]; the logits stay where they are."""
+    """Embedding, and two sums a layer, of [T, E], or of [R, E] in the last one; the logits stay where they are."""
     made = planned("llama", 4, 2, 4, context=32, batch=3)
-    for step, tokens in ((made.prefill, 32), (made.decode, 3)):
-        reduced = 8 * tokens * 48
-        assert step.cost.sent_bytes == 5 * (2 * 3 * reduced // 4)
+    for step, tokens, rows in ((made.prefill, 32, 1), (made.decode, 3, 3)):
+        reduced = 8 * 48 * (3 * tokens + 2 * rows)
+        assert step.cost.sent_bytes == 2 * 3 * reduced // 4
     assert planned("llama", 4, 2, 1).prefill.cost.sent_bytes == 0
 
 
