@@ -50,7 +50,6 @@ struct Args {
   int64_t q_dtype, q_stride_t, q_stride_h;
   const void* k;                          // [T, K, D], or null: nothing is written
   const void* v;                          // [T, K, Dv]
-  bool kv_given;                          // whether a call that is bound has them
   int64_t kv_dtype, k_stride_t, k_stride_h, v_stride_t, v_stride_h;
   char* pool_k;                           // [S, K, D] of this layer
   char* pool_v;                           // [S, K, Dv], of the same strides
@@ -719,7 +718,7 @@ void call(const Args& bound, const void* q, const void* k, const void* v) {
 // As a captured step calls it: inputs are q, and k and v if there are any.
 void call_from_step(const void* bound, void* const* inputs) {
   const Args& x = *static_cast<const Args*>(bound);
-  call(x, inputs[0], x.kv_given ? inputs[1] : nullptr, x.kv_given ? inputs[2] : nullptr);
+  call(x, inputs[0], x.k ? inputs[1] : nullptr, x.k ? inputs[2] : nullptr);
 }
 
 // All that a call needs, for others whose q, k and v lie elsewhere.
@@ -739,7 +738,6 @@ PyObject* py_bind(PyObject*, PyObject* const* args, Py_ssize_t n) {
   x.slopes = r.pointer<const void*>(), x.slopes_dtype = r.integer();
   x.out = r.pointer<void*>();
   x.window = r.integer(), x.chunk = r.integer(), x.scale = r.real(), x.softcap = r.real();
-  x.kv_given = x.k != nullptr;
   if (PyErr_Occurred()) return nullptr;
   const auto destroy = [](PyObject* bound) { delete static_cast<Args*>(PyCapsule_GetPointer(bound, BOUND)); };
   return PyCapsule_New(made.release(), BOUND, destroy);
