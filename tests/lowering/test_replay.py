@@ -14,13 +14,14 @@ from test_captured_steps import batch
 from graphsrt.lowering.executable import Executable
 from graphsrt.lowering.kernels.replay import Replay
 
-ROWS = 40
+# With and without a team of threads that stays with the step.
+ROWS = (8, 40)
 
 
-@pytest.fixture
-def bound() -> tuple[dict[str, torch.Tensor], Callable[[], dict[str, torch.Tensor]]]:
+@pytest.fixture(params=ROWS)
+def bound(request) -> tuple[dict[str, torch.Tensor], Callable[[], dict[str, torch.Tensor]]]:
     program = paged(torch.float32, ranks=1, summed=False)
-    held = batch(program, ROWS, seed=0)
+    held = batch(program, request.param, seed=0)
     _, replay = Executable(program, weights_of(program), backend="inductor").bind(held)
     return held, replay
 
@@ -34,6 +35,19 @@ def test_the_interpreter_has_nothing_to_do_for_a_launch(bound) -> None:
     finally:
         sys.setprofile(None)
     assert len(names) <= 3 and any("Replay" in name for name in names), names
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])  # and more than there are cores
+def test_the_number_of_threads_does_not_change_a_bit(bound, threads: int) -> None:
+    _, replay = bound
+    want = replay()["logits"]
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(20):
+            assert torch.equal(replay()["logits"], want)
+    finally:
+        torch.set_num_threads(usual)
 
 
 def test_an_error_is_told_and_the_next_step_is_right(bound) -> None:
@@ -70,7 +84,7 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
         replay.add_region(tmp_path / "missing.so", [0], [], [1], [])
     with pytest.raises(RuntimeError, match="not there"):
         replay.add_kernel((1, 1), [0], [], keep=None)  # the input is looked for first
-        replay.runner({"x": 1})()
+        replay.runner({"x": 1}, rows=1)()
     with pytest.raises(RuntimeError):
         replay.pin(3, torch.ones(1))
 

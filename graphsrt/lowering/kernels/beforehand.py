@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from graphsrt.errors import CompileError
-from graphsrt.lowering.kernels import first_largest, linear, replay, shared_rounds
+from graphsrt.lowering.kernels import first_largest, linear, replay, shared_rounds, team
 from graphsrt.lowering.kernels.build import build_library
 from graphsrt.lowering.kernels.radix_attention import cpu
 
@@ -23,6 +23,7 @@ def start_building(tp: int) -> list[threading.Thread]:
         "linear": linear.load,
         "radix_attention": cpu.kernel,
         "replay": replay.load,
+        "team": team.load,
         "first_largest": first_largest.load,
     }
     if tp > 1:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from graphsrt import ops
+from graphsrt.lowering.kernels import team
 from graphsrt.lowering.kernels.build import build_library
 from graphsrt.ops import _library
 
@@ -45,6 +46,7 @@ SHIMS = {
 @cache
 def load() -> ctypes.CDLL:
     """Put the library into this process, for all: compiled once a machine. Raises ``CompileError``."""
+    team.load()
     library = ctypes.CDLL(str(build_library("linear", SOURCE)), mode=ctypes.RTLD_GLOBAL)
     rows = rows_for_onednn()
     if rows is not None:

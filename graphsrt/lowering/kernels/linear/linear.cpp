@@ -25,6 +25,7 @@
 #include "floats.h"
 #include "int4.h"
 #include "pairs.h"
+#include "../share.h"
 
 namespace {
 
@@ -92,8 +93,9 @@ void multiply(const Format& w, const at::Tensor& x, int64_t N, const at::Tensor*
   const Y* b = bias ? bias->const_data_ptr<Y>() : nullptr;
   Y* out = y.mutable_data_ptr<Y>();
   constexpr int64_t UNIT = Product::UNIT;
-  const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, UNIT * w.K * M));
-  at::parallel_for(0, (N + UNIT - 1) / UNIT, grain, [&](int64_t begin, int64_t end) {
+  const int64_t bytes = reinterpret_cast<const char*>(w.at(N, 0)) - reinterpret_cast<const char*>(w.at(0, 0));
+  const int64_t piece = std::max<int64_t>(1, 65536 * N / std::max<int64_t>(1, UNIT * bytes));
+  share((N + UNIT - 1) / UNIT, piece, {w.at(0, 0), bytes}, [&](int64_t begin, int64_t end) {
     part(product, N, b, out, begin * UNIT, std::min(N, end * UNIT));
   });
 }

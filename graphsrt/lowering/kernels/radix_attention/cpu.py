@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphsrt.errors import explain
+from graphsrt.lowering.kernels import team
 from graphsrt.lowering.kernels.build import load_extension
 
 LAYOUTS = "[L, 2, S, K, D] or [L, 1, S, K, D + Dv]"
@@ -28,6 +29,7 @@ strides of each, their dtype, their scales."""
 @cache
 def kernel() -> ModuleType:
     """The compiled kernel; the first call on a machine compiles it. Raises ``CompileError``."""
+    team.load()
     return load_extension("radix_attention", Path(__file__).with_name("radix_attention.cpp"))
 
 

@@ -19,7 +19,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -29,6 +28,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../share.h"
 #include "pairs.h"
 #include "products.h"
 
@@ -189,18 +189,10 @@ struct Attention {
   }
   bool serial = false;
 
-  // Each thread has a run of neighbours, and takes from the others' when it is done with its own.
   template <class F>
   void for_each(int64_t n, const F& f) const {
-    const int64_t workers = serial ? 1 : std::min<int64_t>(n, at::get_num_threads());
-    std::unique_ptr<std::atomic<int64_t>[]> next(new std::atomic<int64_t>[std::max<int64_t>(workers, 1)]);
-    for (int64_t w = 0; w < workers; ++w) next[w] = n * w / workers;
-    at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t w = begin; w < end; ++w)
-        for (int64_t v = 0; v < workers; ++v) {
-          const int64_t whose = (w + v) % workers, stop = n * (whose + 1) / workers;
-          for (int64_t i = next[whose]++; i < stop; i = next[whose]++) f(i);
-        }
+    share(n, serial ? n : 1, {}, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) f(i);
     });
   }
 

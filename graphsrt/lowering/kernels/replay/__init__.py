@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -11,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphsrt.lowering.kernels import linear, team
 from graphsrt.lowering.kernels.build import load_extension
+
+MOST = 64
+"""Rows times threads up to which a step has a team of threads. Whatever a region computes between its products runs on
+one thread then: the more rows there are, and threads that could divide them, the longer the others have nothing to do.
+And oneDNN, which serves many rows, has threads of its own."""
 
 SOURCE = Path(__file__).with_name("replay.cpp")
 
@@ -19,6 +26,7 @@ SOURCE = Path(__file__).with_name("replay.cpp")
 @cache
 def load() -> ModuleType:
     """The extension, compiled once a machine. Raises ``CompileError``."""
+    team.load()
     return load_extension("replay", SOURCE)
 
 
@@ -52,12 +60,18 @@ class Replay:
         self._code.add_kernel(self._step, *native, inputs, done)
         self._kept.append(keep)
 
-    def runner(self, results: Mapping[str, int]) -> Callable[[], dict[str, Tensor]]:
-        """What runs the step: the values of these slots, by name. It raises what a launch does."""
-        return partial(self._run, list(results), list(results.values()))
+    def runner(self, results: Mapping[str, int], rows: int) -> Callable[[], dict[str, Tensor]]:
+        """What runs the step: the values of these slots, by name. It raises what a launch does.
 
-    def _run(self, names: list[str], slots: list[int]) -> dict[str, Tensor]:
-        return dict(zip(names, _TAKEN(self._code.replay(self._step, slots)), strict=True))
+        ``rows``: of its activations. If they are few, threads stay with the step from beginning to end.
+        """
+        most = 0 if rows >= (linear.rows_for_onednn() or sys.maxsize) else MOST // max(rows, 1)
+        return partial(self._run, list(results), list(results.values()), most)
+
+    def _run(self, names: list[str], slots: list[int], most: int) -> dict[str, Tensor]:
+        threads = torch.get_num_threads()
+        values = self._code.replay(self._step, slots, threads if threads <= most else 1)
+        return dict(zip(names, _TAKEN(values), strict=True))
 
 
 _TAKEN = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs

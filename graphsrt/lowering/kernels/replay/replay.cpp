@@ -15,6 +15,8 @@
 #include <string>
 #include <vector>
 
+#include "../team.h"
+
 namespace {
 
 // ---- a compiled region ---------------------------------------------------------------------------------------------
@@ -88,6 +90,14 @@ class Value {
     check_tensor(aoti_torch_get_data_ptr(handle_, &address));
     return address;
   }
+  // Of a contiguous tensor.
+  int64_t bytes() const {
+    int64_t count;
+    int32_t dtype;
+    check_tensor(aoti_torch_get_numel(handle_, &count));
+    check_tensor(aoti_torch_get_dtype(handle_, &dtype));
+    return count * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+  }
   AtenTensorHandle give() {
     AtenTensorHandle given = handle_;
     handle_ = nullptr;
@@ -123,6 +133,7 @@ struct Step {
   std::vector<bool> pinned;  // the same tensor in each replay
   std::map<std::string, std::unique_ptr<Library>> libraries;
   std::vector<Launch> launches;
+  std::unique_ptr<GraphsrtJobs, void (*)(GraphsrtJobs*)> jobs{graphsrt_new_jobs(), graphsrt_delete_jobs};
 
   const Library* library(const std::string& path) {
     auto& found = libraries[path];
@@ -232,7 +243,10 @@ PyObject* py_add_region(PyObject*, PyObject* const* args, Py_ssize_t n) {
     if (!path) throw PythonError();
     Step& to = step(args[0]);
     Launch launch{to.library(path), nullptr, nullptr, slots_of(to, args[2]), slots_of(to, args[4]), {}, {}};
-    for (Py_ssize_t i = 0; i < PyList_Size(args[3]); ++i) launch.weights.push_back(value(PyList_GetItem(args[3], i)));
+    for (Py_ssize_t i = 0; i < PyList_Size(args[3]); ++i) {
+      launch.weights.push_back(value(PyList_GetItem(args[3], i)));
+      graphsrt_jobs_stay(to.jobs.get(), {launch.weights.back().data(), launch.weights.back().bytes()});
+    }
     launch.done = slots_of(to, args[5]);
     to.launches.push_back(std::move(launch));
     Py_RETURN_NONE;
@@ -250,14 +264,16 @@ PyObject* py_add_kernel(PyObject*, PyObject* const* args, Py_ssize_t n) {
   });
 }
 
-// replay(step, slots): what they hold after it. The interpreter is let go meanwhile.
+// replay(step, slots, threads of a team): what the slots hold after it. The interpreter is let go meanwhile.
 PyObject* py_replay(PyObject*, PyObject* const* args, Py_ssize_t n) {
-  return guarded(n, 2, [&]() -> PyObject* {
+  return guarded(n, 3, [&]() -> PyObject* {
     Step& replayed = step(args[0]);
     const Slots results = slots_of(replayed, args[1]);
+    const int64_t threads = integer(args[2]);
     PyThreadState* state = PyEval_SaveThread();
     try {
-      replayed.replay();
+      const auto body = [](void* of) { static_cast<Step*>(of)->replay(); };
+      graphsrt_team_lead(threads, replayed.jobs.get(), body, &replayed);
     } catch (...) {
       PyEval_RestoreThread(state);
       throw;
