@@ -42,21 +42,43 @@ def uneven(drawn, rows, width):
     return (drawn(rows, width // GROUP, GROUP) * magnitudes).view(rows, width)
 
 
+def check_product(dtype, rows, shape, biased, drawn):
+    num_rows, width = shape
+    w, x = drawn(num_rows, width).to(dtype), drawn(rows, width).to(dtype)
+    bias = drawn(num_rows).to(dtype) if biased else None
+    terms = x.double().abs() @ w.double().abs().T + (0 if bias is None else bias.double().abs())
+    wanted = x.double() @ w.double().T + (0 if bias is None else bias.double())
+    # A float32 sum of n terms is off by n ulps of the sum of their magnitudes at most; then it is rounded once.
+    bound = (width + 1) * 2.0**-24 * terms + torch.finfo(dtype).eps * wanted.abs()
+    got = linear.dense_linear(x, w, bias)
+    assert got.dtype == dtype and (got.double() - wanted).abs().sub(bound).max() <= 0
+
+
 @pytest.mark.parametrize("dtype", linear.DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_are_those_of_float64(dtype, shape, biased, drawn):
-    num_rows, width = shape
-    w = drawn(num_rows, width).to(dtype)
-    bias = drawn(num_rows).to(dtype) if biased else None
     for rows in ROWS:
-        x = drawn(rows, width).to(dtype)
-        terms = x.double().abs() @ w.double().abs().T + (0 if bias is None else bias.double().abs())
-        wanted = x.double() @ w.double().T + (0 if bias is None else bias.double())
-        # A float32 sum of n terms is off by n ulps of the sum of their magnitudes at most; then it is rounded once.
-        bound = (width + 1) * 2.0**-24 * terms + torch.finfo(dtype).eps * wanted.abs()
-        got = linear.dense_linear(x, w, bias)
-        assert got.dtype == dtype and (got.double() - wanted).abs().sub(bound).max() <= 0
+        check_product(dtype, rows, shape, biased, drawn)
+
+
+# Rows that leave some over after eights and fours; columns of less than a vector, of part of one, and of several blocks.
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 2), (48, 2048), (50, 578), (97, 4102), (200, 62)], ids=str)
+@pytest.mark.parametrize("rows", [255, 256, 257, 262, 301])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_many_rows_are_those_of_float64(rows, shape, biased, drawn):
+    check_product(torch.bfloat16, rows, shape, biased, drawn)
+
+
+def test_of_many_rows_each_is_its_own(drawn):
+    """What is not a number stays in its row, or in the column that its weight is for."""
+    x, w = drawn(262, 130).bfloat16(), drawn(53, 130).bfloat16()
+    usual = linear.dense_linear(x, w)
+    x[100, 7], w[50, 128] = float("nan"), float("inf")
+    got = linear.dense_linear(x, w)
+    mine = torch.ones_like(got, dtype=torch.bool)
+    mine[100], mine[:, 50] = False, False
+    assert torch.equal(got[mine], usual[mine]) and not got[~mine].isfinite().any()
 
 
 # Columns: of one block of a kernel, of several, and of more than a single row is gone through at once.

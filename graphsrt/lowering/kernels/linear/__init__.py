@@ -57,9 +57,7 @@ def load() -> ctypes.CDLL:
 def rows_for_onednn() -> int | None:
     """From so many rows of bfloat16 on, oneDNN is called instead: it has this processor's fastest products, of weights
     that it rearranges in each call. None: never. Where it does, a row's result depends on how many there are."""
-    if torch.cpu._is_amx_tile_supported():
-        return 16
-    return 256 if torch.cpu._is_avx512_bf16_supported() else None
+    return 16 if torch.cpu._is_amx_tile_supported() else None
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -3,7 +3,8 @@
 //
 // A row of w and a row of x lie contiguous in memory, so an element of y is a dot product along both: vectors run along
 // K, and are summed at the very end. The sum of an element is formed in the same order for every M, so a row's result
-// does not depend on which others are in the batch.
+// does not depend on which others are in the batch. Many rows of bfloat16 are multiplied in another way (panels.h), in
+// which that order is another one; it does not depend on how many they are either.
 //
 // This file divides the work (`part`), and has what is called from outside. How x and w become numbers that are
 // multiplied, and the innermost loops, are in floats.h (float32), pairs.h (bfloat16 in hardware) and int4.h (integers).
@@ -24,7 +25,7 @@
 
 #include "floats.h"
 #include "int4.h"
-#include "pairs.h"
+#include "panels.h"
 #include "../share.h"
 
 namespace {
@@ -100,6 +101,20 @@ void multiply(const Format& w, const at::Tensor& x, int64_t N, const at::Tensor*
   });
 }
 
+#ifdef PAIRS_IN_HARDWARE
+constexpr int64_t ROWS_FOR_PANELS = 256;  // of x; rearranging w pays from about here on
+
+void multiply_in_panels(const at::Tensor& x, const at::Tensor& w, const at::Tensor* bias, at::Tensor& y) {
+  const int64_t N = w.size(0), K = w.size(1), M = x.numel() / K;
+  const Plain<BFloat16> of_w{w.const_data_ptr<BFloat16>(), K};
+  const BFloat16 *of_x = x.const_data_ptr<BFloat16>(), *b = bias ? bias->const_data_ptr<BFloat16>() : nullptr;
+  BFloat16* out = y.mutable_data_ptr<BFloat16>();
+  share((N + PANEL - 1) / PANEL, 1, {of_w.data, N * K * 2}, [&](int64_t begin, int64_t end) {
+    part_in_panels(of_x, of_w, b, out, M, N, begin * PANEL, std::min<int64_t>(N, end * PANEL));
+  });
+}
+#endif
+
 // From so many rows on, bfloat16 is oneDNN's to multiply: it rearranges w first, in each call.
 int64_t rows_to_rearrange_for = std::numeric_limits<int64_t>::max();
 
@@ -138,8 +153,10 @@ at::Tensor linear(const at::Tensor& given, const at::Tensor& w, const at::Tensor
     using Y = decltype(tag);
     const Plain<Y> of_w{w.const_data_ptr<Y>(), K};
 #ifdef PAIRS_IN_HARDWARE
-    if constexpr (std::is_same_v<Y, BFloat16>) multiply<PairProduct, Plain<Y>, Y>(of_w, x, N, bias, y);
-    else
+    if constexpr (std::is_same_v<Y, BFloat16>) {
+      if (M >= ROWS_FOR_PANELS && K > 0 && K % 2 == 0) multiply_in_panels(x, w, bias, y);
+      else multiply<PairProduct, Plain<Y>, Y>(of_w, x, N, bias, y);
+    } else
 #endif
       multiply<FloatProduct<Plain<Y>>, Plain<Y>, Y>(of_w, x, N, bias, y);
   });
