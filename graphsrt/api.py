@@ -15,7 +15,7 @@ from graphsrt import program_cache
 from graphsrt.compiled import CompiledModel, Traced
 from graphsrt.devices import DEFAULT, Device, figures_of
 from graphsrt.errors import CompileError, explain
-from graphsrt.lowering.kernels.beforehand import start_building
+from graphsrt.lowering.kernels.beforehand import start_building, start_building_attention
 from graphsrt.lowering.region_cache import CompileStats, compile_regions
 from graphsrt.program import Program
 from graphsrt.recipes import FP8, rename
@@ -178,7 +178,8 @@ def compile(
         )
     WaitingLine(policy, max_queue, patience=0)  # checks them, before anything takes time
     tp = tp if tp is not None else (group if group and ranks is None else 1)
-    if backend == "inductor" and (device or "cpu") == "cpu" and ranks is None:
+    with_kernels = backend == "inductor" and (device or "cpu") == "cpu" and ranks is None
+    if with_kernels:
         start_building(tp)
     traced_with = dict(
         tp=tp, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, passes=passes, without=without,
@@ -205,6 +206,8 @@ def compile(
         program = with_checkpoint_names(stages, source)
         if "logit_rows" not in program.inputs:
             return CompiledModel(traced, None, None, "page_attention and select_logit_rows did not run")
+        if with_kernels:
+            start_building_attention(program)
         phases, checkpoint = Phases(program, stages.prefill.final if stages.prefill else None), source.checkpoint
         tokenizer, eos_token_ids, in_memory = source.tokenizer, source.eos_token_ids, source.module is not None
         if place is not None:

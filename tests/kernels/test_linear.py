@@ -62,7 +62,7 @@ def test_products_are_those_of_float64(dtype, shape, biased, drawn):
         check_product(dtype, rows, shape, biased, drawn)
 
 
-# Rows that leave some over after eights and fours; columns of less than a vector, of part of one, and of several blocks.
+# Rows that leave some over after eights and fours; columns of less than a vector, and of several blocks.
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 2), (48, 2048), (50, 578), (97, 4102), (200, 62)], ids=str)
 @pytest.mark.parametrize("rows", [255, 256, 257, 262, 301])
 @pytest.mark.parametrize("biased", [False, True])

@@ -518,9 +518,8 @@ def test_build_cache(tmp_path: Path, monkeypatch):
 
 
 def test_nothing_is_compiled_beforehand_that_is_here_already() -> None:
-    from graphsrt.lowering.kernels import beforehand, first_largest, linear, replay, shared_rounds
-    from graphsrt.lowering.kernels.radix_attention import cpu
+    from graphsrt.lowering.kernels import beforehand, first_largest, linear, replay, shared_rounds, team
 
-    for load in (first_largest.load, linear.load, cpu.kernel, replay.load, shared_rounds.kernel):
+    for load in (first_largest.load, linear.load, replay.load, shared_rounds.kernel, team.load):
         load()
     assert beforehand.start_building(1) == beforehand.start_building(2) == []

@@ -17,8 +17,10 @@ from graphsrt.lowering.kernels.build import load_extension
 
 LAYOUTS = "[L, 2, S, K, D] or [L, 1, S, K, D + Dv]"
 _DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # DType in the source
-_POOL_CODES = {**_DTYPE_CODES, torch.float8_e4m3fn: 4}
-
+POOLS = {
+    torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half",
+    torch.float8_e4m3fn: "Float8",
+}  # fmt: skip
 
 _Layout = tuple[int, ...]
 _Write = tuple[tuple[int, ...], _Layout, _Layout, int, tuple[float, ...]]
@@ -26,11 +28,27 @@ _Write = tuple[tuple[int, ...], _Layout, _Layout, int, tuple[float, ...]]
 strides of each, their dtype, their scales."""
 
 
+SOURCE = Path(__file__).with_name("radix_attention.cpp")
+
+
 @cache
-def kernel() -> ModuleType:
-    """The compiled kernel; the first call on a machine compiles it. Raises ``CompileError``."""
+def kernel(pool: torch.dtype, wide: bool) -> ModuleType:
+    """The kernel for pools of this dtype, which computes in float32 or, if ``wide``, in float64.
+
+    The first call on a machine compiles it. Raises ``CompileError``.
+    """
     team.load()
-    return load_extension("radix_attention", Path(__file__).with_name("radix_attention.cpp"))
+    return load_extension("radix_attention", SOURCE, flags(pool, wide))
+
+
+def flags(pool: torch.dtype, wide: bool) -> list[str]:
+    """The compiler's, for this kernel; see there."""
+    return [f"-DPOOL={POOLS[pool]}", f"-DSUM={'double' if wide else 'float'}"]
+
+
+def is_wide(*dtypes: torch.dtype) -> bool:
+    """Whether attention of queries and pools of these dtypes is computed in float64."""
+    return torch.float64 in dtypes
 
 
 def kv_write(
@@ -48,7 +66,8 @@ def kv_write(
     scales = (k_scale, v_scale)
     write, _ = _write_args("kv_write", k.shape[0], k.shape[2], k, v, kv_pool, out_cache_loc, layer_id, scales)
     before, k_layout, v_layout, dtype, given_scales = write
-    kernel().kv_write(*before, k.data_ptr(), *k_layout, v.data_ptr(), *v_layout, dtype, *given_scales)
+    code = kernel(kv_pool.dtype, is_wide(kv_pool.dtype))
+    code.kv_write(*before, k.data_ptr(), *k_layout, v.data_ptr(), *v_layout, dtype, *given_scales)
 
 
 def radix_attention(q: Tensor, k: Tensor | None, v: Tensor | None, *others: Tensor, **how: Any) -> Tensor:
@@ -133,26 +152,27 @@ def bind(
     after = (sliding_window or 0, chunk_size or 0, float(scale), float(softcap or 0.0))
     out = torch.empty(num_tokens, num_heads, value_size, dtype=q.dtype)
     k_at, v_at = (0, 0) if k is None or v is None else (k.data_ptr(), v.data_ptr())
-    code = kernel().bind(
+    code = kernel(kv_pool.dtype, is_wide(q.dtype, kv_pool.dtype))
+    bound = code.bind(
         *before, k_at, *k_layout, v_at, *v_layout, kv_dtype, *given_scales,
         q.data_ptr(), *between, out.data_ptr(), *after,
     )  # fmt: skip
-    return Bound(code, out)
+    return Bound(code, bound, out)
 
 
 class Bound:
     """Attention whose arguments are settled but for where q, k and v lie; see :func:`bind`."""
 
-    def __init__(self, code: Any, out: Tensor):
-        self._code, self.out, self._call = code, out, kernel().call
+    def __init__(self, code: ModuleType, bound: Any, out: Tensor):
+        self._code, self._bound, self.out, self._call = code, bound, out, code.call
 
     def __call__(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        self._call(self._code, q.data_ptr(), 0 if k is None else k.data_ptr(), 0 if v is None else v.data_ptr())
+        self._call(self._bound, q.data_ptr(), 0 if k is None else k.data_ptr(), 0 if v is None else v.data_ptr())
         return self.out
 
     def native(self) -> tuple[int, int]:
         """For ``kernels.replay.Replay.add_kernel``, for as long as this object is there."""
-        return kernel().native(self._code)
+        return self._code.native(self._bound)
 
 
 def _write_args(
@@ -167,8 +187,8 @@ def _write_args(
     scales: tuple[Tensor | None, Tensor | None],
 ) -> tuple[_Write, int]:
     """Checked; and the head size of values."""
-    if kv_pool.dim() != 5 or kv_pool.dtype not in _POOL_CODES or not kv_pool.is_cpu or kv_pool.shape[1] not in (1, 2):
-        raise _wrong(op, "kv_pool", f"an {LAYOUTS} CPU tensor of " + _dtype_names(_POOL_CODES), kv_pool)
+    if kv_pool.dim() != 5 or kv_pool.dtype not in POOLS or not kv_pool.is_cpu or kv_pool.shape[1] not in (1, 2):
+        raise _wrong(op, "kv_pool", f"an {LAYOUTS} CPU tensor of " + _dtype_names(POOLS), kv_pool)
     num_layers, parts, num_slots, num_kv_heads, width = kv_pool.shape
     layer_stride, kv_stride, slot_stride, head_stride, last_stride = kv_pool.stride()
     if last_stride != 1 or num_kv_heads == 0 or width == 0:
@@ -183,7 +203,7 @@ def _write_args(
     pool_k = kv_pool.data_ptr() + layer_id * layer_stride * size
     pool_v = pool_k + (kv_stride if parts == 2 else head_size) * size
     where: tuple[int, ...] = (num_tokens, num_kv_heads, head_size, value_size, num_slots, pool_k, pool_v)
-    where += (_POOL_CODES[kv_pool.dtype], slot_stride, head_stride, out_cache_loc.data_ptr())
+    where += (slot_stride, head_stride, out_cache_loc.data_ptr())
     given = tuple(1.0 if scale is None else float(scale) for scale in scales)
     if k is None and v is None:
         return (where, (0, 0), (0, 0), 0, given), value_size

@@ -43,7 +43,11 @@ constexpr int64_t ROWS = 48;
 constexpr int64_t DIRECT_ROWS = 8;
 constexpr int64_t VALUES = 16;   // V rows per pass over the output's columns
 
-enum DType : int64_t { kFloat = 0, kDouble = 1, kBFloat16 = 2, kHalf = 3, kFloat8 = 4 };  // the last: pools only
+// A library serves one kind of pool, as all kinds together take long to compile: POOL is what it holds, and SUM what is
+// computed in, float or double.
+using Pool = POOL;
+
+enum DType : int64_t { kFloat = 0, kDouble = 1, kBFloat16 = 2, kHalf = 3 };
 
 struct Args {
   const void* q;                          // [T, H, D]
@@ -53,7 +57,7 @@ struct Args {
   int64_t kv_dtype, k_stride_t, k_stride_h, v_stride_t, v_stride_h;
   char* pool_k;                           // [S, K, D] of this layer
   char* pool_v;                           // [S, K, Dv], of the same strides
-  int64_t pool_dtype, pool_stride_s, pool_stride_h;
+  int64_t pool_stride_s, pool_stride_h;
   const int32_t* req_to_token;            // [max_reqs, max_ctx]
   int64_t max_reqs, max_ctx, req_stride;
   const int64_t* req_pool_indices;        // [B]
@@ -90,12 +94,6 @@ void with_dtype(int64_t dtype, F&& f) {
     case kBFloat16: return f(BFloat16{});
     default: return f(Half{});
   }
-}
-
-template <class F>
-void with_pool_dtype(int64_t dtype, F&& f) {
-  if (dtype == kFloat8) return f(Float8{});
-  with_dtype(dtype, f);
 }
 
 struct Item {
@@ -611,24 +609,15 @@ void write_rows(const Args& x, int64_t begin, int64_t end) {
 }
 
 void write(const Args& x) {
-  with_pool_dtype(x.pool_dtype, [&](auto to) {
-    with_dtype(x.kv_dtype, [&](auto from) {
-      at::parallel_for(0, x.T, 1 + 65536 / (x.K * (x.D + x.Dv)), [&](int64_t begin, int64_t end) {
-        write_rows<decltype(to), decltype(from)>(x, begin, end);
-      });
+  with_dtype(x.kv_dtype, [&](auto from) {
+    at::parallel_for(0, x.T, 1 + 65536 / (x.K * (x.D + x.Dv)), [&](int64_t begin, int64_t end) {
+      write_rows<Pool, decltype(from)>(x, begin, end);
     });
   });
 }
 
 void attend(const Args& x) {
-  const bool wide = x.q_dtype == kDouble || x.pool_dtype == kDouble;
-  with_pool_dtype(x.pool_dtype, [&](auto tag) {
-    using T = decltype(tag);
-    if constexpr (!std::is_same_v<T, Half>) {  // cpu.py refuses float16 beside float64: nobody mixes them
-      if (wide) return Attention<double, T>{x}.run();
-    }
-    if constexpr (!std::is_same_v<T, double>) Attention<float, T>{x}.run();
-  });
+  Attention<SUM, Pool>{x}.run();
   with_dtype(x.q_dtype, [&](auto tag) {
     using Q = decltype(tag);
     Q* out = static_cast<Q*>(x.out);
@@ -672,7 +661,7 @@ void read_write_args(Reader& r, Args& x) {
   x.T = r.integer(), x.K = r.integer(), x.D = r.integer(), x.Dv = r.integer();
   x.S = r.integer();
   x.pool_k = r.pointer<char*>(), x.pool_v = r.pointer<char*>();
-  x.pool_dtype = r.integer(), x.pool_stride_s = r.integer(), x.pool_stride_h = r.integer();
+  x.pool_stride_s = r.integer(), x.pool_stride_h = r.integer();
   x.out_cache_loc = r.pointer<const int64_t*>();
   x.k = r.pointer<const void*>(), x.k_stride_t = r.integer(), x.k_stride_h = r.integer();
   x.v = r.pointer<const void*>(), x.v_stride_t = r.integer(), x.v_stride_h = r.integer();
@@ -680,7 +669,7 @@ void read_write_args(Reader& r, Args& x) {
   x.k_scale = r.real(), x.v_scale = r.real();
 }
 
-constexpr Py_ssize_t NUM_WRITE_ARGS = 20, NUM_ARGS = NUM_WRITE_ARGS + 22;
+constexpr Py_ssize_t NUM_WRITE_ARGS = 19, NUM_ARGS = NUM_WRITE_ARGS + 22;
 
 PyObject* py_kv_write(PyObject*, PyObject* const* args, Py_ssize_t n) {
   if (n != NUM_WRITE_ARGS) return PyErr_Format(PyExc_TypeError, "kv_write: %zd arguments", n);
