@@ -180,7 +180,7 @@ def compile(
     tp = tp if tp is not None else (group if group and ranks is None else 1)
     with_kernels = backend == "inductor" and (device or "cpu") == "cpu" and ranks is None
     if with_kernels:
-        start_building(tp)
+        start_building(tp, integers=quantize is not None)
     traced_with = dict(
         tp=tp, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, passes=passes, without=without,
         stop_after=stop_after, experts=experts, quantize=quantize, strict=strict, dump=dump,

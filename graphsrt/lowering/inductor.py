@@ -49,6 +49,11 @@ INSTEAD = {
 }  # fmt: skip
 """Operators for which regions call a kernel of ours."""
 
+_LIBRARIES = {
+    "aten.linear": linear.load, "graphsrt.int8_linear": linear.load_integers,
+    "graphsrt.int4_linear": linear.load_integers,
+}  # fmt: skip
+
 LARGE = 1 << 60  # a bound for symbolic sizes, so that no symbolic expression of them overflows
 
 
@@ -60,8 +65,8 @@ class CompiledRegion:
 
     def __init__(self, region: Region, library: Path):
         self.region, self.library = region, library
-        if any(call.target in INSTEAD for call in region.calls):
-            linear.load()  # the library of the region asks for its functions
+        for target in {call.target for call in region.calls} & _LIBRARIES.keys():
+            _LIBRARIES[target]()  # the library of the region asks for its functions
         self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1)  # type: ignore[call-arg]
         self.run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = self._runner.run
 

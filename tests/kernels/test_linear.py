@@ -15,7 +15,7 @@ SHAPES_4_BITS = [(1, 32), (7, 96), (50, 576), (101, 1120), (24, 512), (25, 64), 
 
 @pytest.fixture(scope="module", autouse=True)
 def library():
-    return linear.load()
+    return linear.load(), linear.load_integers()
 
 
 @pytest.fixture

@@ -520,6 +520,7 @@ def test_build_cache(tmp_path: Path, monkeypatch):
 def test_nothing_is_compiled_beforehand_that_is_here_already() -> None:
     from graphsrt.lowering.kernels import beforehand, first_largest, linear, replay, shared_rounds, team
 
-    for load in (first_largest.load, linear.load, replay.load, shared_rounds.kernel, team.load):
+    loaders = linear.load, linear.load_integers, first_largest.load, replay.load, shared_rounds.kernel, team.load
+    for load in loaders:
         load()
-    assert beforehand.start_building(1) == beforehand.start_building(2) == []
+    assert beforehand.start_building(1) == beforehand.start_building(2, integers=True) == []

@@ -2,7 +2,7 @@
 
 ``dense_linear`` is ``torch.nn.functional.linear`` for matrices of float32, bfloat16 and float16. Regions call it
 in place of ``aten.linear``, and ``int8_linear`` and ``int4_linear`` in place of their references, directly: compiled
-code finds the C functions of the library that :func:`load` puts into the process.
+code finds the C functions of the libraries that :func:`load` and :func:`load_integers` put into the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphsrt.lowering.kernels import team
 from graphsrt.lowering.kernels.build import build_library
 from graphsrt.ops import _library
 
-SOURCE = Path(__file__).with_name("linear.cpp")
+SOURCE, INTEGERS = (Path(__file__).with_name(name) for name in ("linear.cpp", "integers.cpp"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _library.define("dense_linear(Tensor x, Tensor w, Tensor? bias=None) -> Tensor")
@@ -45,13 +45,20 @@ SHIMS = {
 
 @cache
 def load() -> ctypes.CDLL:
-    """Put the library into this process, for all: compiled once a machine. Raises ``CompileError``."""
+    """Put ``dense_linear``'s library into this process, for all: compiled once a machine. Raises ``CompileError``."""
     team.load()
     library = ctypes.CDLL(str(build_library("linear", SOURCE)), mode=ctypes.RTLD_GLOBAL)
     rows = rows_for_onednn()
     if rows is not None:
         library.graphsrt_rearrange_from(ctypes.c_int64(rows))
     return library
+
+
+@cache
+def load_integers() -> ctypes.CDLL:
+    """The same for the library of ``int8_linear`` and ``int4_linear``."""
+    team.load()
+    return ctypes.CDLL(str(build_library("integers", INTEGERS)), mode=ctypes.RTLD_GLOBAL)
 
 
 def rows_for_onednn() -> int | None:

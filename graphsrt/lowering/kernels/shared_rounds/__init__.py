@@ -32,11 +32,13 @@ SPIN_S = 100e-6
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """That are reduced here, with their number in the source."""
 
+SOURCE = Path(__file__).with_name("shared_rounds.cpp")
+
 
 @cache
 def kernel() -> ModuleType:
     """The compiled code; the first call on a machine compiles it. Raises ``CompileError``."""
-    return load_extension("shared_rounds", Path(__file__).with_name("shared_rounds.cpp"))
+    return load_extension("shared_rounds", SOURCE)
 
 
 class SharedRounds:
