@@ -8,6 +8,7 @@ depends on, with the headers beside the source and those of the folder above, wh
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -37,6 +38,11 @@ def load_extension(name: str, source: Path, extra_flags: Sequence[str] = ()) -> 
     anew. Raises ``CompileError`` where there is no compiler, or with the compiler's words where it fails.
     """
     return _load(name, build_library(name, source, extra_flags))
+
+
+def load_for_all(name: str, source: Path) -> ctypes.CDLL:
+    """The library of a C++ source, its C functions found by whatever is loaded later; as :func:`build_library`."""
+    return ctypes.CDLL(str(build_library(name, source)), mode=ctypes.RTLD_GLOBAL)
 
 
 def build_library(name: str, source: Path, extra_flags: Sequence[str] = ()) -> Path:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from graphsrt import ops
 from graphsrt.lowering.kernels import team
-from graphsrt.lowering.kernels.build import build_library
+from graphsrt.lowering.kernels.build import load_for_all
 from graphsrt.ops import _library
 
 SOURCE, INTEGERS = (Path(__file__).with_name(name) for name in ("linear.cpp", "integers.cpp"))
@@ -47,7 +47,7 @@ SHIMS = {
 def load() -> ctypes.CDLL:
     """Put ``dense_linear``'s library into this process, for all: compiled once a machine. Raises ``CompileError``."""
     team.load()
-    library = ctypes.CDLL(str(build_library("linear", SOURCE)), mode=ctypes.RTLD_GLOBAL)
+    library = load_for_all("linear", SOURCE)
     rows = rows_for_onednn()
     if rows is not None:
         library.graphsrt_rearrange_from(ctypes.c_int64(rows))
@@ -58,7 +58,7 @@ def load() -> ctypes.CDLL:
 def load_integers() -> ctypes.CDLL:
     """The same for the library of ``int8_linear`` and ``int4_linear``."""
     team.load()
-    return ctypes.CDLL(str(build_library("integers", INTEGERS)), mode=ctypes.RTLD_GLOBAL)
+    return load_for_all("integers", INTEGERS)
 
 
 def rows_for_onednn() -> int | None:

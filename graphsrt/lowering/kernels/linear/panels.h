@@ -1,6 +1,6 @@
 // Products of bfloat16 with many rows of x, where the processor multiplies pairs of them (AVX-512 BF16). A panel of 48
-// rows of w is rearranged, so that a vector holds a pair of columns of sixteen of its rows, and meets all rows of x; for
-// these few cycles for each weight an element of x, broadcast, serves 48 sums, and no sum is ever added up across lanes.
+// rows of w is rearranged, so that a vector holds a pair of columns of sixteen of its rows, and meets all rows of x. That
+// costs little for each weight: a pair of x, broadcast, then serves 48 sums, and none is ever added up across lanes.
 //
 // The panel's weights are in the second cache. While it meets x, the memory is asked for the one that comes next.
 // Source of the idea: the packed panels of GotoBLAS (Goto and van de Geijn, 2008).
@@ -19,33 +19,6 @@ constexpr int PANEL_ROWS = 8;                    // of x, at a time: 24 sums, th
 constexpr int64_t PANEL_COLUMNS = 2048;          // of a block of a panel
 constexpr int64_t LINE = 64;
 
-// Sixteen vectors of sixteen 32-bit elements, rows to columns.
-inline void transpose(__m512i* v) {
-  __m512i t[16];
-  each<8>([&](auto i) {
-    t[2 * i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
-  });
-  each<4>([&](auto i) {
-    v[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    v[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    v[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    v[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  });
-  each<4>([&](auto i) {
-    t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
-  });
-  each<4>([&](auto i) {
-    v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    v[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    v[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  });
-}
-
 // `pairs` of columns from w on, of `count` rows K apart, as [pairs][PANEL]; zeros for rows beyond.
 inline void rearrange(const BFloat16* w, int64_t K, int64_t pairs, int64_t count, uint32_t* panel) {
   for (int64_t p = 0; p < pairs; p += VL) {
@@ -55,7 +28,7 @@ inline void rearrange(const BFloat16* w, int64_t K, int64_t pairs, int64_t count
       __m512i v[16];
       for (int64_t r = 0; r < VL; ++r)
         v[r] = _mm512_maskz_loadu_epi32(g * VL + r < count ? there : 0, w + (g * VL + r) * K + 2 * p);
-      transpose(v);
+      transpose16(v);
       for (int64_t i = 0; i < some; ++i) _mm512_store_si512(panel + (p + i) * PANEL + g * VL, v[i]);
     }
   }

@@ -89,33 +89,13 @@ inline void pack_query(const BFloat16* row, int64_t D, uint32_t* pairs) {
     uint32_t* to = panels + c / 32 * pairs * 32 + c % 32;
     for (int64_t d = 0; d < D; d += 32) {
       const __mmask32 there = first_columns(D - d);
-      __m512i x[16], y[16];
+      __m512i x[16];
       each<16>([&](auto i) {
         x[i] = c + i < c0 || c + i >= c1 ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16(there, rows[c + i] + d);
       });
-      // Two neighbours, then four, come to lie side by side; then quarters of the vectors change places.
-      each<8>([&](auto i) {
-        y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-        y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-      });
-      each<4>([&](auto i) {
-        x[4 * i] = _mm512_unpacklo_epi64(y[4 * i], y[4 * i + 2]);
-        x[4 * i + 1] = _mm512_unpackhi_epi64(y[4 * i], y[4 * i + 2]);
-        x[4 * i + 2] = _mm512_unpacklo_epi64(y[4 * i + 1], y[4 * i + 3]);
-        x[4 * i + 3] = _mm512_unpackhi_epi64(y[4 * i + 1], y[4 * i + 3]);
-      });
-      each<4>([&](auto j) {
-        const __m512i even_low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88);
-        const __m512i odd_low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
-        const __m512i even_high = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
-        const __m512i odd_high = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
-        y[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
-        y[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
-        y[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
-        y[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
-      });
+      transpose16(x);
       each<16>([&](auto i) {
-        if (d / 2 + i < pairs) _mm512_storeu_si512(to + (d / 2 + i) * 32, y[i]);
+        if (d / 2 + i < pairs) _mm512_storeu_si512(to + (d / 2 + i) * 32, x[i]);
       });
     }
   }

@@ -9,7 +9,7 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-from graphsrt.lowering.kernels.build import build_library
+from graphsrt.lowering.kernels.build import load_for_all
 
 SOURCE = Path(__file__).with_name("team.cpp")
 
@@ -17,4 +17,4 @@ SOURCE = Path(__file__).with_name("team.cpp")
 @cache
 def load() -> ctypes.CDLL:
     """Put the library into this process, for all: compiled once a machine. Raises ``CompileError``."""
-    return ctypes.CDLL(str(build_library("team", SOURCE)), mode=ctypes.RTLD_GLOBAL)
+    return load_for_all("team", SOURCE)
