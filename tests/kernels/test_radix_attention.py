@@ -130,6 +130,17 @@ def test_mixed_steps(heads, dtype):
     check(make_case(MIXED, heads, dtype=dtype, padding=3))
 
 
+@pytest.mark.parametrize("group", range(1, 10))
+@pytest.mark.parametrize("sizes", [(64,), (96,), (32, 64), (160, 32)], ids=str)
+def test_groups_of_heads(group, sizes):
+    """Any number of query heads for a KV head, in heads that pairs of bfloat16 are multiplied for, and windows that
+    begin and end within a pair of tokens."""
+    seqs = [*MIXED, (65, 1), (700, 1), (641, 1)]
+    for window in (None, 37, 38, 300):
+        case = make_case(seqs, (2 * group, 2, *sizes), dtype=torch.bfloat16, padding=1, window=window)
+        check(case, sliding_window=window)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [(8, 2, 24, 16), (6, 3, 16, 20), (4, 4, 20, 36), (28, 4, 192, 128)], ids=str)
 def test_values_of_another_head_size(heads, dtype):
@@ -198,10 +209,11 @@ def test_alibi(heads, dtype):
     check(case, alibi_slopes=slopes.to(dtype), chunk_size=40)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("seqs", [MIXED, [(600, 1)]], ids=["mixed", "split"])
-def test_softcap_and_sinks(seqs, dtype):
-    case = make_case(seqs, (6, 3, 16), dtype=dtype, padding=1)
+def test_softcap_and_sinks(seqs, size, dtype):
+    case = make_case(seqs, (6, 3, size), dtype=dtype, padding=1)
     sinks = torch.tensor([3.0, 4.0, 5.0, 6.0, -torch.inf, 60.0], dtype=dtype)
     plain = check(case)
     capped = check(case, softcap=0.7)
@@ -285,13 +297,24 @@ def test_one_token():
     assert out.shape == (1, 6, 16)
 
 
-def test_large_logits_do_not_overflow():
-    for seqs in (MIXED, [(700, 1)]):
-        case = make_case(seqs, dtype=torch.float32)
-        out, expected = run(radix_attention, case.clone(), scale=400.0), truth(case, scale=400.0)
-        assert torch.isfinite(out).all()
-        # Logits of about 5000 carry float32 errors of 5e-4, and so do the weights.
-        assert (out.double() - expected).abs().max() <= 2e-2
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seqs", [MIXED, [(700, 1)]], ids=["mixed", "split"])
+@pytest.mark.parametrize("heads", [(6, 3, 16), (6, 3, 64)], ids=str)
+def test_large_logits_do_not_overflow(heads, seqs, dtype):
+    case = make_case(seqs, heads, dtype=dtype)
+    out, expected = run(radix_attention, case.clone(), scale=400.0), truth(case, scale=400.0)
+    assert torch.isfinite(out).all()
+    # Logits of about 5000 carry float32 errors of 5e-4, and so do the weights.
+    assert (out.double() - expected).abs().max() <= 2e-2
+    # Of such logits the largest takes all, and is as far from the next one as they are large.
+    out, expected = run(radix_attention, case.clone(), scale=1e30), truth(case, scale=1e30)
+    assert (out.double() - expected).abs().max() <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+def test_any_scale(scale, dtype):
+    check(make_case([*MIXED, (600, 1)], (6, 3, 64), dtype=dtype), scale=scale)
 
 
 def test_nothing_to_do():
@@ -395,9 +418,10 @@ def test_later_tokens_never_matter(dtype, heads):
 )
 def test_nan_is_not_hidden(seqs, dtype):
     for name in ("q", "k", "v"):
-        case = make_case(seqs, dtype=dtype)
-        getattr(case, name)[-1] = torch.nan
-        assert run(radix_attention, case)[-1].isnan().all()
+        for heads in ((6, 3, 16), (6, 3, 64)):
+            case = make_case(seqs, heads, dtype=dtype)
+            getattr(case, name)[-1] = torch.nan
+            assert run(radix_attention, case)[-1].isnan().all()
 
 
 def test_pool_with_gaps():

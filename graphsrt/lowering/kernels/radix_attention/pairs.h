@@ -1,6 +1,6 @@
 // Attention of bfloat16 queries over a pool of bfloat16, in products of pairs: twice as many in a vector, and nothing is
-// decoded. Scores are sums of exact products. Where several query tokens are computed together, a weight is rounded to
-// bfloat16 before it meets its value, as transformers does, and sums of weights are of rounded ones.
+// decoded. Scores are sums of exact products. A weight is rounded to bfloat16 before it meets its value, as transformers
+// does, and sums of weights are of rounded ones.
 #pragma once
 
 #include "../vectors.h"
@@ -18,22 +18,41 @@ using c10::BFloat16;
 constexpr int64_t PAIR_COLUMNS = 32;  // columns of a panel: two vectors of sums
 constexpr int PAIR_ROWS = 12;         // rows of a tile: 12 x 2 sums of 32 registers
 
-// s[0..16] = scale · (q · rows[i]); D is a multiple of 32
-[[gnu::flatten]] inline void dot_sixteen(const BFloat16* q, const BFloat16* const* rows, int64_t D, float scale, float* s) {
-  __m512 sums[16];
-  each<16>([&](auto i) { sums[i] = _mm512_setzero_ps(); });
+// s[M, 8] = q[M, D] x rows[8][D]; D is a multiple of 32. A sum is the same, bit for bit, whatever M is.
+template <int M>
+[[gnu::flatten]] inline void dot_eight(const BFloat16* q, int64_t ldq, const BFloat16* const* rows, int64_t D, float* s,
+                                       int64_t lds) {
+  __m512 sums[M * 8];
+  each<M * 8>([&](auto i) { sums[i] = _mm512_setzero_ps(); });
   for (int64_t d = 0; d < D; d += 32) {
-    const __m512i of_q = _mm512_loadu_si512(q + d);
-    each<16>([&](auto i) { sums[i] = add_pairs(sums[i], of_q, _mm512_loadu_si512(rows[i] + d)); });
+    __m512i of_q[M];
+    each<M>([&](auto m) { of_q[m] = _mm512_loadu_si512(q + m * ldq + d); });
+    each<8>([&](auto i) {
+      const __m512i key = _mm512_loadu_si512(rows[i] + d);
+      each<M>([&](auto m) { sums[m * 8 + i] = add_pairs(sums[m * 8 + i], of_q[m], key); });
+    });
   }
-  _mm512_storeu_ps(s, _mm512_mul_ps(totals16(sums), _mm512_set1_ps(scale)));
+  each<M / 2>([&](auto two) {
+    const __m512 totals = totals16(sums + two * 16);
+    _mm256_storeu_ps(s + two * 2 * lds, _mm512_castps512_ps256(totals));
+    _mm256_storeu_ps(s + (two * 2 + 1) * lds, _mm512_extractf32x8_ps(totals, 1));
+  });
+  if constexpr (M % 2) _mm256_storeu_ps(s + (M - 1) * lds, totals8(sums + (M - 1) * 8));
 }
 
-// c[M, 32] += a[M, kn] x b[kn, 32], of pairs
-template <int M>
+// s[M, 8] = q[M, D] x rows[8][D]; D is a multiple of 32
+[[gnu::flatten]] inline void dot_rows_in_pairs(int64_t M, const BFloat16* q, int64_t ldq, const BFloat16* const* rows,
+                                               int64_t D, float* s, int64_t lds) {
+  in_even_tiles<3>(M, [&](auto some, int64_t m) {
+    dot_eight<decltype(some)::value>(q + m * ldq, ldq, rows, D, s + m * lds, lds);
+  });
+}
+
+// c[M, 32] += a[M, kn] x b[kn, 32], of pairs; or = instead of +=
+template <int M, bool ADD>
 [[gnu::flatten]] inline void pair_tile(const uint32_t* a, int64_t lda, const uint32_t* b, float* c, int64_t ldc, int64_t kn) {
   __m512 sums[M * 2];
-  each<M * 2>([&](auto i) { sums[i] = _mm512_loadu_ps(c + i / 2 * ldc + i % 2 * 16); });
+  each<M * 2>([&](auto i) { sums[i] = ADD ? _mm512_loadu_ps(c + i / 2 * ldc + i % 2 * 16) : _mm512_setzero_ps(); });
   for (int64_t k = 0; k < kn; ++k) {
     const __m512i first = _mm512_loadu_si512(b + k * 32), second = _mm512_loadu_si512(b + k * 32 + 16);
     each<M>([&](auto m) {
@@ -45,12 +64,13 @@ template <int M>
   each<M * 2>([&](auto i) { _mm512_storeu_ps(c + i / 2 * ldc + i % 2 * 16, sums[i]); });
 }
 
-// c[M, width] += a[M, kn] x panels[width / 32][panel_rows][32], of each panel the first kn rows; all but c of pairs
+// c[M, width] += or = a[M, kn] x panels[width / 32][panel_rows][32], of each panel the first kn rows; all but c of pairs
+template <bool ADD>
 [[gnu::noinline]] void pair_product(int64_t M, int64_t width, const uint32_t* a, int64_t lda, const uint32_t* b,
                                     int64_t panel_rows, float* c, int64_t ldc, int64_t kn) {
   for (int64_t n = 0; n < width; n += PAIR_COLUMNS)
     in_even_tiles<PAIR_ROWS>(M, [&](auto rows, int64_t m) {
-      pair_tile<decltype(rows)::value>(a + m * lda, lda, b + n * panel_rows, c + m * ldc + n, ldc, kn);
+      pair_tile<decltype(rows)::value, ADD>(a + m * lda, lda, b + n * panel_rows, c + m * ldc + n, ldc, kn);
     });
 }
 
@@ -142,53 +162,101 @@ inline void round_weights(float* p, uint32_t* pairs, int64_t count) {
   }
 }
 
-// What softmax_step in radix_attention.cpp does for 64 logits of a row, in powers of two and without soft cap or slopes:
-// weights of columns c0..c1 go to `pairs`, 0 elsewhere, and the largest logit, the sum l and o follow. Weights are within
-// 2^-17, which rounding them to 8 bits hides.
-[[gnu::flatten]] inline void pair_softmax(const float* s, int64_t c0, int64_t c1, float scale, uint32_t* pairs,
-                                          float& largest, float& l, float* o, int64_t width) {
-  constexpr float LOG2E = 1.44269504088896341f;
-  const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  const uint64_t seen = (c1 - c0 >= 64 ? ~uint64_t(0) : (uint64_t(1) << (c1 - c0)) - 1) << (c0 & 63);
-  __m512 x[4];
-  each<4>([&](auto i) {
-    const auto own = static_cast<__mmask16>(c0 < 64 ? seen >> (16 * i) : 0);
-    x[i] = _mm512_mask_mul_ps(nothing, own, _mm512_loadu_ps(s + 16 * i), _mm512_set1_ps(scale));
+// 2^y for y <= 0, within 2^-18, which rounding to 8 bits hides. -inf gives 0, and NaN stays NaN.
+inline __m512 exp2_nonpositive(__m512 y) {
+  y = _mm512_max_ps(_mm512_set1_ps(-200.0f), y);  // this operand order keeps NaN
+  const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(y, n);
+  __m512 p = _mm512_set1_ps(9.570101434e-3f);  // of degree 4, with the least largest error on [-1/2, 1/2]
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.591786028e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.402474484e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931218147e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.999992614e-1f));
+  return _mm512_scalef_ps(p, n);
+}
+
+// What softmax_step in radix_attention.cpp does, without soft cap and slopes, for the 64 logits of up to sixteen rows at
+// once, so that none waits for its own largest and sum: weights go to `pairs`, and largest, l and o[rows, width] follow.
+// Bit c of seen[r]: whether row r sees column c. A weight is 2 to the power of `scale`, which is positive, times how far
+// its logit is from the largest, so that the largest has the weight 1 however large it is.
+[[gnu::flatten]] inline void pair_softmax(int64_t rows, const float* s, const uint64_t* seen, float scale, uint32_t* pairs,
+                                          float* largest, float* l, float* o, int64_t width) {
+  const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity()), scales = _mm512_set1_ps(scale);
+  const auto there = static_cast<__mmask16>((1u << rows) - 1);
+  const auto logits = [&](auto r, auto i) {
+    return _mm512_mask_loadu_ps(nothing, static_cast<__mmask16>(seen[r] >> (16 * i)), s + 64 * r + 16 * i);
+  };
+  const auto larger = [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); };
+  constexpr auto at = [](int i) { return i; };
+  __m512 of[16];  // each row's largest, then its sum; a NaN that is lost here is in the sum
+  each<16>([&](auto r) {
+    of[r] = nothing;
+    if (r < rows) of[r] = larger(larger(logits(r, at(0)), logits(r, at(1))), larger(logits(r, at(2)), logits(r, at(3))));
   });
-  __mmask16 nan = 0;
-  each<4>([&](auto i) { nan |= _mm512_cmp_ps_mask(x[i], x[i], _CMP_UNORD_Q); });
-  float top = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
-  top = nan ? std::numeric_limits<float>::quiet_NaN() : std::max(top, largest);
-  if (top == -std::numeric_limits<float>::infinity()) {
-    each<2>([&](auto i) { _mm512_storeu_si512(pairs + 16 * i, _mm512_setzero_si512()); });
-    return;
+  const __m512 before = _mm512_maskz_loadu_ps(there, largest);
+  const __m512 top = larger(reduce16(of, larger), before);
+  _mm512_mask_storeu_ps(largest, there, top);
+  alignas(64) float base[16], shrink[16];
+  // Where every logit so far is -inf, weights are 0: no -inf - -inf.
+  const __m512 bases = _mm512_mask_mov_ps(top, _mm512_cmp_ps_mask(top, nothing, _CMP_EQ_OQ), _mm512_setzero_ps());
+  _mm512_store_ps(base, bases);
+  const __mmask16 moved = there & _mm512_cmp_ps_mask(top, before, _CMP_NEQ_UQ);
+  const __m512 shrinks = _mm512_mask_mov_ps(_mm512_set1_ps(1), moved, exp2_nonpositive(_mm512_mul_ps(_mm512_sub_ps(before, bases), scales)));
+  _mm512_store_ps(shrink, shrinks);
+  for (unsigned left = moved; left; left &= left - 1) {
+    const int r = __builtin_ctz(left);
+    const __m512 by = _mm512_set1_ps(shrink[r]);
+    float* row = o + r * width;
+    for (int64_t d = 0; d < width; d += 16) _mm512_storeu_ps(row + d, _mm512_mul_ps(_mm512_loadu_ps(row + d), by));
   }
-  if (top != largest) {
-    const float shrink = std::exp(largest - top);
-    largest = top, l *= shrink;
-    for (int64_t d = 0; d < width; d += 16)
-      _mm512_storeu_ps(o + d, _mm512_mul_ps(_mm512_loadu_ps(o + d), _mm512_set1_ps(shrink)));
-  }
-  const __m512 down = _mm512_set1_ps(top * LOG2E);
-  each<4>([&](auto i) {
-    const __m512 y = _mm512_fmsub_ps(x[i], _mm512_set1_ps(LOG2E), down);
-    const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(y, n);
-    __m512 p = _mm512_set1_ps(1.3333558e-3f);  // the series of 2^r
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.6181291e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5504109e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022651e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314718e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    x[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(y, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), p, n);  // NaN stays
-  });
   const __m512i ones = _mm512_set1_epi32(0x3f803f80);
-  __m512 total = _mm512_setzero_ps();
-  each<2>([&](auto i) {
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(x[2 * i + 1], x[2 * i]);
-    _mm512_storeu_si512(pairs + 16 * i, both);
-    total = add_pairs(total, both, ones);
+  each<16>([&](auto r) {
+    of[r] = _mm512_setzero_ps();
+    if (r >= rows) return;
+    const __m512 down = _mm512_set1_ps(base[r]);
+    const auto weight = [&](auto i) {
+      return exp2_nonpositive(_mm512_mul_ps(_mm512_sub_ps(logits(r, i), down), scales));
+    };
+    each<2>([&](auto i) {
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(weight(2 * i + 1), weight(2 * i));
+      _mm512_storeu_si512(pairs + 32 * r + 16 * i, both);
+      of[r] = add_pairs(of[r], both, ones);
+    });
   });
-  l += _mm512_reduce_add_ps(total);
+  _mm512_mask_storeu_ps(l, there, _mm512_fmadd_ps(_mm512_maskz_loadu_ps(there, l), shrinks, totals16(of)));
+}
+
+// o[M, 32 · V] += weights[M, count / 2] x rows[count][32 · V], of pairs of rows; an even count
+template <int M, int V>
+[[gnu::flatten]] inline void weigh_pairs(const uint32_t* weights, int64_t ldw, const BFloat16* const* rows, int64_t count,
+                                         int64_t d, float* o, int64_t ldo) {
+  const __m512i low = _mm512_loadu_si512(ALTERNATING.data()), high = _mm512_loadu_si512(ALTERNATING.data() + 32);
+  __m512 sums[M * 2 * V];
+  each<M * 2 * V>([&](auto i) { sums[i] = _mm512_loadu_ps(o + i / (2 * V) * ldo + d + i % (2 * V) * 16); });
+  for (int64_t c = 0; c < count; c += 2) {
+    __m512i values[2 * V];
+    each<V>([&](auto v) {
+      const __m512i a = _mm512_loadu_si512(rows[c] + d + 32 * v), b = _mm512_loadu_si512(rows[c + 1] + d + 32 * v);
+      values[2 * v] = _mm512_permutex2var_epi16(a, low, b);
+      values[2 * v + 1] = _mm512_permutex2var_epi16(a, high, b);
+    });
+    each<M>([&](auto m) {
+      const __m512i weight = _mm512_set1_epi32(static_cast<int>(weights[m * ldw + c / 2]));
+      each<2 * V>([&](auto i) { sums[m * 2 * V + i] = add_pairs(sums[m * 2 * V + i], weight, values[i]); });
+    });
+  }
+  each<M * 2 * V>([&](auto i) { _mm512_storeu_ps(o + i / (2 * V) * ldo + d + i % (2 * V) * 16, sums[i]); });
+}
+
+// o[M, D] += weights[M, count / 2] x rows[count][D]; an even count, and D a multiple of 32
+[[gnu::flatten]] inline void weigh_rows_in_pairs(int64_t M, const uint32_t* weights, int64_t ldw,
+                                                 const BFloat16* const* rows, int64_t count, int64_t D, float* o,
+                                                 int64_t ldo) {
+  in_even_tiles<4>(M, [&](auto some, int64_t m) {
+    constexpr int R = decltype(some)::value;
+    int64_t d = 0;
+    for (; d + 64 <= D; d += 64) weigh_pairs<R, 2>(weights + m * ldw, ldw, rows, count, d, o + m * ldo, ldo);
+    if (d < D) weigh_pairs<R, 1>(weights + m * ldw, ldw, rows, count, d, o + m * ldo, ldo);
+  });
 }
 
 }  // namespace

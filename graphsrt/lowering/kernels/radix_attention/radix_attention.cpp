@@ -42,6 +42,7 @@ constexpr int64_t ROWS = 48;
 #endif
 constexpr int64_t DIRECT_ROWS = 8;
 constexpr int64_t VALUES = 16;   // V rows per pass over the output's columns
+constexpr int64_t PAIR_VALUES = 32;  // and in pairs
 
 // A library serves one kind of pool, as all kinds together take long to compile: POOL is what it holds, and SUM what is
 // computed in, float or double.
@@ -239,14 +240,22 @@ struct Attention {
   void attend_direct(const Item& it, const Item* after) const {
     const int64_t heads = it.h1 - it.h0, M = G;
     Scratch<A>& all = scratch(heads * M);
-    for (int64_t h = 0; h < heads; ++h) load_queries(it, it.h0 + h, all.q + h * M * Dp);
     std::fill_n(all.o, heads * M * Dvp, A(0));
     std::fill_n(all.m, heads * M, NEG_INF);
     std::fill_n(all.l, heads * M, A(0));
     const int32_t* slots = slots_of(it);
     const T *k_rows[BLOCK], *v_rows[BLOCK], *rows[BLOCK];
-    const bool pairs = in_pairs() && D % 32 == 0;
-    const int64_t dots = pairs ? 16 : 4;  // of so many keys at a time
+    const bool pairs = in_pairs() && D % 32 == 0 && Dv % 32 == 0;
+    const int64_t dots = pairs ? 8 : 4;  // of so many keys at a time
+    if (!pairs)
+      for (int64_t h = 0; h < heads; ++h) load_queries(it, it.h0 + h, all.q + h * M * Dp);
+#ifdef PAIRS_IN_HARDWARE
+    static thread_local PairScratch of;
+    if (pairs) {
+      of.reserve(heads * M, BLOCK, 0, 0);
+      std::fill_n(all.kt, ceil_div(Dv, 2), A(0));  // as a row of the pool, all zeros
+    }
+#endif
     const T* const all_k = reinterpret_cast<const T*>(x.pool_k);
     const T* const all_v = reinterpret_cast<const T*>(x.pool_v);
     for (int64_t j0 = it.j0 / BLOCK * BLOCK; j0 < it.j1; j0 += BLOCK) {
@@ -275,9 +284,8 @@ struct Attention {
 #ifdef PAIRS_IN_HARDWARE
           if constexpr (PAIRS)
             if (pairs) {
-              for (int64_t m = 0; m < M; ++m)
-                dot_sixteen(query<BFloat16>(it.b, it.q0, (it.h0 + h) * G + m), rows, D,
-                            static_cast<A>(x.scale * x.k_scale), all.s + (h * M + m) * BLOCK + c);
+              dot_rows_in_pairs(M, query<BFloat16>(it.b, it.q0, (it.h0 + h) * G), x.q_stride_h, rows, D,
+                                all.s + h * M * BLOCK + c, BLOCK);
               continue;
             }
 #endif
@@ -290,6 +298,25 @@ struct Attention {
         }
       }
       const int64_t shift = j0 - last_key(it.b, it.q0) + 1;
+#ifdef PAIRS_IN_HARDWARE
+      if constexpr (PAIRS)
+        if (pairs) {
+          const T* const zeros = reinterpret_cast<const T*>(all.kt);
+          const Sight sight{c0, c1, shift};
+          weights_in_pairs(all, &sight, 1, heads * M, it.h0 * G, of);
+          for (int64_t c = c0 / 2 * 2; c < c1; c += PAIR_VALUES) {
+            const int64_t count = std::min(PAIR_VALUES, ceil_div(c1, 2) * 2 - c);
+            for (int64_t h = 0; h < heads; ++h) {
+              ask(all_v, c, PAIR_VALUES, h, Dv);
+              for (int64_t i = 0; i < count; ++i)
+                rows[i] = c + i < c0 || c + i >= c1 ? zeros : v_rows[c + i] + h * x.pool_stride_h;
+              weigh_rows_in_pairs(M, of.weights + h * M * BLOCK / 2 + c / 2, BLOCK / 2, rows, count, Dv,
+                                  all.o + h * M * Dvp, Dvp);
+            }
+          }
+          continue;
+        }
+#endif
       for (int64_t r = 0; r < heads * M; ++r) softmax_step(all, r, it.h0 * G + r, shift, c0, c1);
       for (int64_t c = c0; c < c1; c += VALUES) {
         const int64_t count = std::min(VALUES, c1 - c);
@@ -300,15 +327,57 @@ struct Attention {
         }
       }
     }
+    if (pairs) scale_largest(all, heads * M);
     for (int64_t h = 0; h < heads; ++h) deliver(it, it.h0 + h, all.from_row(h * M, Dp, Dvp));
   }
 
+  // ---- weights in pairs ----
+
+  // Whether pair_softmax serves, which scales distances between logits, and no logit.
+  bool scales_distances() const { return x.softcap <= 0 && !x.slopes && x.scale * x.k_scale > 0; }
+
+  void scale_largest(const Scratch<A>& w, int64_t M) const {
+    if (scales_distances())
+      for (int64_t m = 0; m < M; ++m) w.m[m] *= static_cast<A>(x.scale * x.k_scale);
+  }
+
 #ifdef PAIRS_IN_HARDWARE
+  // What a query token sees of a block: columns [from, to). The key in column 0 is `shift` positions after it.
+  struct Sight {
+    int64_t from, to, shift;
+  };
+
+  // The scores of a block become weights. For each query token there are `group` rows, of heads from `head` on.
+  void weights_in_pairs(const Scratch<A>& w, const Sight* sights, int64_t queries, int64_t group, int64_t head,
+                        const PairScratch& of) const {
+    const int64_t M = queries * group;
+    if (!scales_distances()) {
+      for (int64_t m = 0; m < M; ++m) {
+        const auto [from, to, shift] = sights[m / group];
+        softmax_step(w, m, head + m % group, shift, from, to, of.weights + m * BLOCK / 2);
+      }
+      return;
+    }
+    const auto scale = static_cast<float>(x.scale * x.k_scale * 1.44269504088896341);
+    uint64_t seen[16];
+    for (int64_t i = 0, m = 0; i < queries; ++i) {
+      const int64_t count = sights[i].to - sights[i].from;
+      const uint64_t columns = count == 64 ? ~uint64_t(0) : ((uint64_t(1) << count) - 1) << (sights[i].from & 63);
+      for (int64_t g = 0; g < group; ++g) {
+        seen[m++ % 16] = columns;
+        if (m % 16 && m < M) continue;
+        const int64_t r = (m - 1) / 16 * 16;
+        pair_softmax(m - r, w.s + r * BLOCK, seen, scale, of.weights + r * BLOCK / 2, w.m + r, w.l + r, w.o + r * Dvp, Dvp);
+      }
+    }
+  }
+
   void attend_pairs(const Item& it, int64_t h) const {
     const int64_t M = it.qn * G, key_pairs = ceil_div(D, 2);
     Scratch<A>& w = scratch(M);
     static thread_local PairScratch of;
     of.reserve(M, BLOCK, key_pairs, Dvp);
+    Sight sights[ROWS];
     for (int64_t r = 0; r < M; ++r)
       pack_query(query<BFloat16>(it.b, it.q0 + r / G, h * G + r % G), D, of.q + r * key_pairs);
     std::fill_n(w.o, M * Dvp, A(0));
@@ -327,32 +396,27 @@ struct Attention {
       pack_column_pairs(k_rows, c0, c1, D, of.keys);
       const bool finite = pack_row_pairs(v_rows, c0, c1, Dv, BLOCK / 2, of.values);
       const int64_t from = c0 / PAIR_COLUMNS * PAIR_COLUMNS, to = ceil_div(c1, PAIR_COLUMNS) * PAIR_COLUMNS;
-      for (int64_t m = 0; m < M; ++m) std::fill(w.s + m * BLOCK + from, w.s + m * BLOCK + to, A(0));
-      pair_product(M, to - from, of.q, key_pairs, of.keys + from * key_pairs, key_pairs, w.s + from, BLOCK, key_pairs);
+      pair_product<false>(M, to - from, of.q, key_pairs, of.keys + from * key_pairs, key_pairs, w.s + from, BLOCK, key_pairs);
       static_assert(BLOCK == 64);
       const auto weigh = [&](int64_t m, int64_t count, int64_t a, int64_t z) {
-        pair_product(count, Dvp, of.weights + m * BLOCK / 2 + a / 2, BLOCK / 2, of.values + a / 2 * PAIR_COLUMNS, BLOCK / 2,
+        pair_product<true>(count, Dvp, of.weights + m * BLOCK / 2 + a / 2, BLOCK / 2, of.values + a / 2 * PAIR_COLUMNS, BLOCK / 2,
                      w.o + m * Dvp, Dvp, ceil_div(z, 2) - a / 2);
       };
+      // On the diagonal and at a window's edge each query token has a range of its own.
       for (int64_t i = 0; i < it.qn; ++i) {
-        // On the diagonal and at a window's edge each query token has a range of its own.
-        const int64_t last = last_key(it.b, it.q0 + i);
-        const int64_t a = std::clamp(first_key(it.b, it.q0 + i) - j0, c0, c1), z = std::clamp(last - j0, a, c1);
-        for (int64_t m = i * G; m < (i + 1) * G; ++m) {
-          uint32_t* weights = of.weights + m * BLOCK / 2;
-          if (x.softcap > 0 || x.slopes) softmax_step(w, m, h * G + m % G, j0 - last + 1, a, z, weights);
-          else
-            pair_softmax(w.s + m * BLOCK, a, z, static_cast<float>(x.scale * x.k_scale), weights, w.m[m], w.l[m],
-                         w.o + m * Dvp, Dvp);
-        }
-        if (!finite) {
-          pack_row_pairs(v_rows, a, z, Dv, BLOCK / 2, of.values);
-          weigh(i * G, G, a, z);
-        }
+        const int64_t last = last_key(it.b, it.q0 + i), from = std::clamp(first_key(it.b, it.q0 + i) - j0, c0, c1);
+        sights[i] = {from, std::clamp(last - j0, from, c1), j0 - last + 1};
       }
+      weights_in_pairs(w, sights, it.qn, G, h * G, of);
+      if (!finite)
+        for (int64_t i = 0; i < it.qn; ++i) {
+          pack_row_pairs(v_rows, sights[i].from, sights[i].to, Dv, BLOCK / 2, of.values);
+          weigh(i * G, G, sights[i].from, sights[i].to);
+        }
       // Weights are zero where a query does not see a value, which is a number then.
       if (finite) weigh(0, M, c0, c1);
     }
+    scale_largest(w, M);
     deliver(it, h, w);
   }
 #endif
