@@ -38,6 +38,21 @@ class ScheduledStep:
     entries: list[Entry]
 
 
+@dataclass(frozen=True)
+class _Plain:
+    """A step that only decodes, greedily and without anything else, and whose it is."""
+
+    batch: ForwardBatch
+    requests: list[Request]
+    rows: list[int | None]
+    lengths: list[int]
+
+    def continues(self, requests: list[Request], rows: list[int | None], lengths: list[int]) -> bool:
+        """Whether a step of these is the same one a token later."""
+        same = requests == self.requests and rows == self.rows
+        return same and lengths == [length + 1 for length in self.lengths]
+
+
 class BatchBuilder:
     """Keeps what does not change between the steps of a request in arrays by row, so that a step gathers it at once."""
 
@@ -53,6 +68,7 @@ class BatchBuilder:
             "min_p": np.zeros(rows, dtype=np.float64),
         }
         self._has_features = np.zeros(rows, dtype=np.bool_)
+        self._last: _Plain | None = None
 
     def set_row(self, request: Request) -> None:
         """Take in a request that was given its row."""
@@ -68,6 +84,8 @@ class BatchBuilder:
         ``moved``: columns of the table that the ranks do not know yet.
         """
         requests = [entry.request for entry in entries]
+        if num_decoding == len(entries) and not any(entry.drafts for entry in entries):
+            return self._decode_step(entries, requests, moved)
         rows = np.array([request.row for request in requests], dtype=np.int64)
         extend = np.array([entry.num_tokens for entry in entries], dtype=np.int64)
         before = np.array([request.num_computed for request in requests], dtype=np.int64)
@@ -92,47 +110,86 @@ class BatchBuilder:
         first_row = np.cumsum(num_rows) - num_rows
         owner = np.repeat(np.arange(len(entries)), num_rows)  # the sequence of each logit row
         place = np.arange(len(owner)) - first_row[owner]  # among the logit rows of its sequence
-        num_prompt = np.array([request.num_prompt_tokens for request in requests], dtype=np.int64)
-        row_of = rows[owner]
         logit_rows = (after_last - num_rows)[owner] + place
         position = positions[logit_rows]
-        sampling = {name: column[row_of] for name, column in self._sampling.items()}
+        sampling = self._sampled(entries, requests, rows, owner, position)
         if self._has_features[rows].any():
-            drafts = [entry.drafts for entry in entries]
-            sampling |= row_features(requests, drafts, owner, position, self._eos_token_ids)
             sampling["temperature"][position < known[owner] - 1] = 0  # nobody looks at these tokens
-        uniform = np.zeros(len(owner))
-        if sampling["temperature"].any():
-            uniform = uniform_at(self._seed[row_of], np.maximum(position + 1 - num_prompt[owner], 0))
         for entry, first, count in zip(entries, first_row.tolist(), num_rows.tolist()):
             entry.first_logit_row, entry.num_logit_rows = first, count
 
-        if is_draft_step or num_decoding == 0:
-            mode = ForwardMode.TARGET_VERIFY if is_draft_step else ForwardMode.EXTEND
-        else:
-            mode = ForwardMode.DECODE
+        mode = ForwardMode.TARGET_VERIFY if num_decoding else ForwardMode.EXTEND
         if 0 < num_decoding < len(entries):
             mode = ForwardMode.MIXED
         return ForwardBatch(
             forward_mode=mode,
-            tokens=_tokens(entries, len(sequence)),
+            tokens=_tokens(entries),
             positions=positions,
             req_pool_indices=rows,
             seq_lens=before + extend,
             extend_seq_lens=extend,
             out_cache_loc=self._table[rows[sequence], positions].astype(np.int64),
             logit_rows=logit_rows,
-            uniform=uniform,
             return_logits=wants_logits,
             **_embeds(entries, after_last - extend),
             return_hidden=wants_hidden,
-            prefix_updates=[
-                PrefixUpdate(row, start, self._table[row, start:stop].astype(np.int64))
-                for request, row, start, stop in moved
-                if request.row == row  # or it has left since
-            ],
+            prefix_updates=self._updates(moved),
             **sampling,
         )
+
+    def _decode_step(self, entries: list[Entry], requests: list[Request], moved: list[Moved]) -> ForwardBatch:
+        """The same where every sequence computes its last known token, and that is all: most steps are such."""
+        for i, entry in enumerate(entries):
+            entry.first_logit_row, entry.num_logit_rows = i, 1
+        of_rows = [request.row for request in requests]
+        lengths = [request.num_tokens for request in requests]
+        tokens = np.array([request.tokens[length - 1] for request, length in zip(requests, lengths)], dtype=np.int64)
+        last, self._last = self._last, None
+        if last is not None and not moved and last.continues(requests, of_rows, lengths):
+            slots = self._table[last.batch.req_pool_indices, last.batch.seq_lens].astype(np.int64)
+            batch = last.batch.following(tokens, slots)
+        else:
+            rows, known = np.array(of_rows, dtype=np.int64), np.array(lengths, dtype=np.int64)
+            order, positions = np.arange(len(entries)), known - 1
+            batch = ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                tokens=tokens,
+                positions=positions,
+                req_pool_indices=rows,
+                seq_lens=known,
+                extend_seq_lens=np.ones_like(known),
+                out_cache_loc=self._table[rows, positions].astype(np.int64),
+                logit_rows=order,
+                prefix_updates=self._updates(moved),
+                **self._sampled(entries, requests, rows, order, positions),
+            )
+            if self._has_features[rows].any() or batch.temperature.any():
+                return batch
+        self._last = _Plain(batch, requests, of_rows, lengths)
+        return batch
+
+    def _sampled(
+        self, entries: list[Entry], requests: list[Request], rows: Ints, owner: Ints, position: Ints
+    ) -> dict[str, Any]:
+        """How logit rows are sampled, by the names of a ``ForwardBatch``; whose they are, and where in its sequence."""
+        row_of = rows[owner]
+        sampling = {name: column[row_of] for name, column in self._sampling.items()}
+        if self._has_features[rows].any():
+            drafts = [entry.drafts for entry in entries]
+            sampling |= row_features(requests, drafts, owner, position, self._eos_token_ids)
+        if sampling["temperature"].any():
+            num_prompt = np.array([request.num_prompt_tokens for request in requests], dtype=np.int64)
+            sampling["uniform"] = uniform_at(self._seed[row_of], np.maximum(position + 1 - num_prompt[owner], 0))
+        else:
+            sampling["uniform"] = np.zeros(len(owner))
+        return sampling
+
+    def _updates(self, moved: list[Moved]) -> list[PrefixUpdate]:
+        return [
+            PrefixUpdate(row, start, self._table[row, start:stop].astype(np.int64))
+            for request, row, start, stop in moved
+            if request.row == row  # or it has left since
+        ]
 
 
 def _embeds(entries: list[Entry], first: Ints) -> dict[str, Any]:
@@ -149,9 +206,7 @@ def _embeds(entries: list[Entry], first: Ints) -> dict[str, Any]:
     return {"embeds_rows": np.concatenate(rows), "embeds": np.concatenate(values)}
 
 
-def _tokens(entries: list[Entry], num_tokens: int) -> Ints:
-    if len(entries) == num_tokens:
-        return np.array([entry.request.tokens[entry.request.num_computed] for entry in entries], dtype=np.int64)
+def _tokens(entries: list[Entry]) -> Ints:
     parts: list[Ints | Sequence[int]] = []
     for entry in entries:
         at = entry.request.num_computed

@@ -26,7 +26,7 @@ from graphsrt.runtime.wire import Kind, StepReply, decode_reply
 if TYPE_CHECKING:
     from graphsrt.lowering.collectives import ProcessCollectives
     from graphsrt.runtime.forward_batch import ForwardBatch
-    from graphsrt.runtime.workers import Runner
+    from graphsrt.runtime.workers import BatchRunner, Runner
 
 __all__ = ["GroupExecutor", "LocalExecutor", "StepReply", "WorkersExecutor"]
 
@@ -49,11 +49,7 @@ class _Executor:
 
     def step(self, batch: ForwardBatch) -> StepResult:
         """Run one batch on all ranks."""
-        reply = self.step_buffer(batch.encode())
-        return StepResult(
-            reply.token_ids.tolist(), reply.logits, reply.logprobs, reply.compute_s, reply.collectives_s,
-            reply.captured_rows, reply.hidden,
-        )  # fmt: skip
+        return _result(self.step_buffer(batch.encode()))
 
     def run(self, serve: Callable[[], T]) -> T:
         """The result of ``serve``, on every rank that calls this; only the driver calls ``serve``, to make steps."""
@@ -77,14 +73,21 @@ class _Executor:
 class LocalExecutor(_Executor):
     """Runs steps in this process."""
 
-    def __init__(self, runner: Runner):
-        self._runner: Runner | None = runner
+    def __init__(self, runner: BatchRunner):
+        self._runner: BatchRunner | None = runner
         self.load_reports = _reports([getattr(runner, "load_report", None)])
 
+    def step(self, batch: ForwardBatch) -> StepResult:
+        """Run one batch, which nobody needs to encode."""
+        return _result(self._open().step_batch(batch) or _no_tokens())
+
     def step_buffer(self, buffer: np.ndarray) -> StepReply:
+        return self._open().step(_as_words(buffer)) or _no_tokens()
+
+    def _open(self) -> BatchRunner:
         if self._runner is None:
             raise ValueError("this executor is closed")
-        return self._runner.step(_as_words(buffer)) or _no_tokens()
+        return self._runner
 
     def close(self) -> None:
         runner, self._runner = self._runner, None
@@ -312,6 +315,13 @@ class GroupExecutor(_Executor):
         lost = self._collectives.lost(error)
         self._broken = str(lost)
         return lost
+
+
+def _result(reply: StepReply) -> StepResult:
+    return StepResult(
+        reply.token_ids.tolist(), reply.logits, reply.logprobs, reply.compute_s, reply.collectives_s,
+        reply.captured_rows, reply.hidden,
+    )  # fmt: skip
 
 
 def _reports(given: Sequence[LoadReport | None]) -> list[LoadReport]:

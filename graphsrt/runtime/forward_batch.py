@@ -25,6 +25,7 @@ _GROUPS = (_PER_TOKEN, _PER_SEQUENCE, _PER_LOGIT_ROW, _PER_EDIT, _PER_LOGPROB, (
 _FLOATS = frozenset({"temperature", "top_p", "min_p", "uniform", "edit_bias", "edit_scale", "edit_shift", "embeds"})
 
 _NO_INTS: Ints = np.empty(0, dtype=np.int64)
+_ZERO: Ints = np.zeros(1, dtype=np.int64)
 _NO_FLOATS: Floats = np.empty(0, dtype=np.float64)
 
 
@@ -114,22 +115,29 @@ class ForwardBatch:
     def __post_init__(self) -> None:
         self.forward_mode = ForwardMode(self.forward_mode)
         for names in _GROUPS:
-            for name in names:
-                dtype = np.float64 if name in _FLOATS else np.int64
-                setattr(self, name, np.ascontiguousarray(getattr(self, name), dtype=dtype))
-            shapes = {name: getattr(self, name).shape for name in names}
-            assert len(set(shapes.values())) == 1 and len(shapes[names[0]]) == 1, f"lengths differ: {shapes}"
+            given = [getattr(self, name) for name in names]
+            if all(value is _NO_INTS or value is _NO_FLOATS for value in given):
+                continue
+            for i, name in enumerate(names):
+                given[i] = np.ascontiguousarray(given[i], dtype=np.float64 if name in _FLOATS else np.int64)
+                setattr(self, name, given[i])
+            shape = given[0].shape
+            assert len(shape) == 1 and all(value.shape == shape for value in given), (
+                f"lengths differ: { {name: value.shape for name, value in zip(names, given)} }"
+            )
         if self.num_token_non_padded < 0:
             self.num_token_non_padded = self.num_tokens
+        kv_tokens, real = int(self.seq_lens.sum()), int(self.extend_seq_lens.sum())
         if self.key_value_num_tokens < 0:
-            self.key_value_num_tokens = int(self.seq_lens.sum())
-        assert self.key_value_num_tokens == int(self.seq_lens.sum()), (
-            f"key_value_num_tokens is {self.key_value_num_tokens}, seq_lens sum to {self.seq_lens.sum()}"
+            self.key_value_num_tokens = kv_tokens
+        assert self.key_value_num_tokens == kv_tokens, (
+            f"key_value_num_tokens is {self.key_value_num_tokens}, seq_lens sum to {kv_tokens}"
         )
-        assert int(self.extend_seq_lens.sum()) == self.num_token_non_padded <= self.num_tokens, (
-            f"extend_seq_lens sum to {self.extend_seq_lens.sum()}, {self.num_token_non_padded} of {self.num_tokens} "
-            "rows are real"
+        assert real == self.num_token_non_padded <= self.num_tokens, (
+            f"extend_seq_lens sum to {real}, {self.num_token_non_padded} of {self.num_tokens} rows are real"
         )
+        if self.forward_mode == ForwardMode.DECODE:
+            assert (self.extend_seq_lens == 1).all(), f"extend_seq_lens of a decode step are {self.extend_seq_lens}"
 
     @property
     def num_tokens(self) -> int:
@@ -141,12 +149,18 @@ class ForwardBatch:
         """B."""
         return len(self.req_pool_indices)
 
+    def query_start_loc(self) -> Ints:
+        """Where each sequence's tokens begin among the rows, int64[B + 1]; the last one is where they end."""
+        return np.concatenate([_ZERO, self.extend_seq_lens.cumsum()])
+
     def req_to_token_updates(self) -> tuple[Ints, Ints, Ints]:
         """Rows, columns and slots, int64[U] each: ``req_to_token[rows, columns] = slots`` must run before the step.
 
         The reused prefixes first, then this step's real tokens, which lie at ``seq_len - extend_seq_len + i``.
         """
         real = slice(0, self.num_token_non_padded)
+        if self.forward_mode == ForwardMode.DECODE and not self.prefix_updates:
+            return self.req_pool_indices, self.seq_lens - 1, self.out_cache_loc[real]
         rows = [np.repeat(self.req_pool_indices, self.extend_seq_lens)]
         first = np.cumsum(self.extend_seq_lens) - self.extend_seq_lens  # where each sequence begins among the rows
         shift = np.repeat(self.seq_lens - self.extend_seq_lens - first, self.extend_seq_lens)
@@ -157,6 +171,16 @@ class ForwardBatch:
             columns.insert(0, np.arange(update.start, update.start + len(update.slots), dtype=np.int64))
             slots.insert(0, update.slots)
         return np.concatenate(rows), np.concatenate(columns), np.concatenate(slots)
+
+    def following(self, tokens: Ints, out_cache_loc: Ints) -> ForwardBatch:
+        """The step after this one, which decodes greedily, of the same sequences: their next tokens, in these slots."""
+        after = object.__new__(ForwardBatch)  # what has been checked stays as it is
+        after.__dict__.update(self.__dict__)
+        after.tokens, after.out_cache_loc = tokens, out_cache_loc
+        after.positions, after.seq_lens = self.positions + 1, self.seq_lens + 1
+        after.key_value_num_tokens = self.key_value_num_tokens + len(tokens)
+        after.prefix_updates, after.size_is_compiled = [], False
+        return after
 
     def padded(self, num_tokens: int) -> ForwardBatch:
         """The same step with rows up to ``num_tokens``: token 0 at position 0, slot -1, in no sequence, no logits.

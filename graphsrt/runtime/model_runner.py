@@ -114,9 +114,12 @@ class ModelRunner:
 
     def step(self, buffer: np.ndarray) -> StepReply | None:
         """Run one encoded :class:`ForwardBatch`. Rank 0 replies with a token for each logit row."""
-        before = replace(self._spent)
         self._agreement.begin(buffer)
-        batch = ForwardBatch.decode(buffer)
+        return self.step_batch(ForwardBatch.decode(buffer))
+
+    def step_batch(self, batch: ForwardBatch) -> StepReply | None:
+        """The same of a batch that has not come from another process; ``step`` is for those that have."""
+        before = replace(self._spent)
         with nullcontext() if batch.save_kv_cache else self._put_back(batch):
             reply = self._step(batch)
         if reply is not None:
@@ -158,7 +161,7 @@ class ModelRunner:
             "positions": batch.positions,
             "req_pool_indices": batch.req_pool_indices,
             "seq_lens": batch.seq_lens,
-            "query_start_loc": np.concatenate([_ZERO, np.cumsum(batch.extend_seq_lens)]),
+            "query_start_loc": batch.query_start_loc(),
             "out_cache_loc": batch.out_cache_loc,
             "logit_rows": logit_rows,
         }
@@ -216,12 +219,12 @@ class ModelRunner:
             where = self._tensor(batch.edit_rows), self._tensor(batch.edit_tokens)
             edited = edit(logits, *where, *map(self._floats, (batch.edit_bias, batch.edit_scale, batch.edit_shift)))
         how = None
-        if batch.temperature.any():
+        if any(batch.temperature.tolist()):  # NumPy's own any takes longer for few numbers, and these are few
             # On the host: what is decided by these costs no synchronisation with a device.
             values = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
             how = Sampling(*(torch.from_numpy(np.array(value)) for value in values))
         tokens = sample(edited, how)
-        reply = StepReply(tokens.cpu().numpy())
+        reply = StepReply((tokens if tokens.is_cpu else tokens.cpu()).numpy())
         if len(batch.logprob_rows):
             rows, targets = self._tensor(batch.logprob_rows), self._tensor(batch.logprob_targets)
             targets = torch.where(targets < 0, tokens[rows], targets)

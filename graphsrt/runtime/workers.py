@@ -30,6 +30,7 @@ from graphsrt.runtime.wire import STACK_SIGNAL, Kind, StepReply, encode_reply, r
 
 if TYPE_CHECKING:
     from graphsrt.lowering.collectives import ProcessCollectives
+    from graphsrt.runtime.forward_batch import ForwardBatch
 
 
 class Runner(Protocol):
@@ -37,6 +38,13 @@ class Runner(Protocol):
 
     def step(self, buffer: np.ndarray) -> StepReply | None:
         """Run one step from its int64 words. Only rank 0's reply is used."""
+
+
+class BatchRunner(Runner, Protocol):
+    """A runner that takes batches as they are, too."""
+
+    def step_batch(self, batch: ForwardBatch) -> StepReply | None:
+        """As ``step`` of the encoded batch, on the only rank that there is."""
 
 
 Factory = Callable[[int, int, "ProcessCollectives", bytes], Runner]

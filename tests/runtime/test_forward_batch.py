@@ -15,7 +15,8 @@ INT = st.integers(-(2**63), 2**63 - 1)
 
 @st.composite
 def batches(draw: st.DrawFn) -> ForwardBatch:
-    extend = draw(st.lists(st.integers(1, 4), max_size=4))
+    mode = draw(st.sampled_from(ForwardMode))
+    extend = draw(st.lists(st.just(1) if mode == ForwardMode.DECODE else st.integers(1, 4), max_size=4))
     real = sum(extend)
     total = real + draw(st.integers(0, 3))
     rows = draw(st.integers(0, total))
@@ -31,7 +32,7 @@ def batches(draw: st.DrawFn) -> ForwardBatch:
         PrefixUpdate(draw(INT), draw(INT), np.array(ints(n))) for n in draw(st.lists(st.integers(0, 3), max_size=3))
     ]
     return ForwardBatch(
-        forward_mode=draw(st.sampled_from(ForwardMode)),
+        forward_mode=mode,
         tokens=np.array(ints(total)),
         positions=np.array(ints(total)),
         req_pool_indices=np.array(ints(len(extend))),

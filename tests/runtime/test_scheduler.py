@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_executor import EOS, VOCAB, MemoryExecutor, reference
 
+from graphsrt.runtime.batch_builder import BatchBuilder, Entry
 from graphsrt.runtime.drafter import PromptLookup, checked
-from graphsrt.runtime.forward_batch import ForwardMode
+from graphsrt.runtime.forward_batch import ForwardBatch, ForwardMode
 from graphsrt.runtime.kv_pool import ReqToTokenPool, TokenToKVPool
 from graphsrt.runtime.radix_cache import Node
 from graphsrt.runtime.request import Request, RequestState, seed_of_sample
@@ -50,7 +51,17 @@ def run_step(scheduler: Scheduler, executor: MemoryExecutor) -> list[Request]:
     step = scheduler.schedule()
     if step is None:
         return []
+    assert step.batch == built_anew(scheduler, step.entries)
     return scheduler.complete(step, executor.step(step.batch).token_ids)
+
+
+def built_anew(scheduler: Scheduler, entries: list[Entry]) -> ForwardBatch:
+    """The batch of these entries from a builder that knows nothing of earlier steps."""
+    builder = BatchBuilder(scheduler.req_to_token, scheduler.eos_token_ids)
+    for entry in entries:
+        builder.set_row(entry.request)
+    decoding = sum(entry.request.state is RequestState.RUNNING for entry in entries)
+    return builder.build([replace(entry) for entry in entries], decoding, scheduler.ledger.moved)
 
 
 def assert_idle(scheduler: Scheduler) -> None:
