@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import graphsrt
-from graphsrt.benchmark import ceilings
+from graphsrt.benchmark.ceilings import Ceilings
 from graphsrt.benchmark.engine_process import EngineError, EngineProcess, EngineSpec
 from graphsrt.benchmark.measure import Bench, Decode, Prefill, Times, measure
 from graphsrt.benchmark.show import plot, text
@@ -41,7 +41,8 @@ def test_engines_in_turn(checkpoint: Path, tmp_path: Path) -> None:
     for times in found.cases:
         assert {name: len(seconds) for name, seconds in times.seconds.items()} == {"graphsrt": 2, "hf": 2}
         assert times.best_peer() == "hf" and times.ratio("graphsrt", "hf") is not None and not times.failures
-    assert found.read_bandwidth > 0 and found.product_rate > 0 and found.peak_bytes["hf"] > 1e7
+        assert len(times.ceilings) == 2 and min(times.ceilings) > 0 and times.of_ceiling() > 0
+    assert found.peak_bytes["hf"] > 1e7
     # the steps of one run: its prompts, and three more tokens
     assert len(found.cases[0].host_s) == 2 and all(0 < host < 1 for host in found.cases[0].host_s)
     assert found.cases[1].host_s == []
@@ -79,8 +80,10 @@ def test_ratios_are_of_the_same_round() -> None:
     assert times.best_peer() == "hf" and times.median("hf") == 4.0 and times.median("openvino") is None
     assert times.ratio("graphsrt", "hf") == (3.0, 2.0, 5.0)
     bench = Bench("m", "bfloat16", 2, 1, versions={"graphsrt": "1", "hf": "2"}, cases=[times])
-    bench.read_bandwidth, times.bytes_read = 10e9, 5 * 10**9
-    assert "| decode, batch 4 at 100 | 2.0 | 1.0 | 2.5 GB/s, 25% | hf | 3.00 (2.00–5.00) | – |" in text(bench)
+    # 5, 2.5 and 1.25 GB/s
+    times.ceilings, times.bytes_read = [10e9, 5e9, 6.25e9], 5 * 10**9
+    assert "| decode, batch 4 at 100 | 2.0 | 1.0 | 2.5 GB/s, 50% | hf | 3.00 (2.00–5.00) | – |" in text(bench)
+    assert "read: 5.0 to 10.0 GB/s" in text(bench)
     times.host_s += [0.001, 0.003, 0.002]
     assert "| 3.00 (2.00–5.00) | 2.00 |" in text(bench)
 
@@ -89,8 +92,9 @@ def test_ceilings() -> None:
     """A product's rate counts two FLOPs for each multiplication, and every occurrence of a shape."""
     import torch
 
-    assert ceilings.read_bandwidth(1 << 20, seconds=0.01) > 1e8
-    rate = ceilings.product_rate([(64, 32), (64, 32), (16, 64)], 8, torch.float32, seconds=0.01)
+    most = Ceilings(1 << 20, [(64, 32), (64, 32), (16, 64)], [torch.float32], torch.get_num_threads())
+    assert most.read_bandwidth(seconds=0.01) > 1e8
+    rate = most.product_rate(8, seconds=0.01)
     assert math.isfinite(rate) and rate > 1e6
 
 

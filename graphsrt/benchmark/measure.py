@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphsrt import ops
-from graphsrt.benchmark import ceilings
+from graphsrt.benchmark.ceilings import Ceilings
 from graphsrt.benchmark.engine_process import OURS, EngineError, EngineProcess, EngineSpec, start_seconds
 from graphsrt.costs import Cost, Sizes, Step, cost
 from graphsrt.program import Program, arguments, aten
@@ -59,6 +59,20 @@ class Times:
     bytes_read: int = 0
     """Weights and cached keys and values that a step reads at least."""
     flops: int = 0
+    ceilings: list[float] = field(default_factory=list)
+    """By round, right after our engine's run: bytes a second that are read at most; of a prefill, FLOPs."""
+
+    def rate(self) -> float | None:
+        """Bytes a second that a step of our engine reads at least; of a prefill, its FLOPs."""
+        seconds = self.median(OURS)
+        work = self.bytes_read if isinstance(self.case, Decode) else self.flops
+        return work / seconds if seconds else None
+
+    def of_ceiling(self) -> float | None:
+        """What share of the same round's ceiling that is, in the median round."""
+        work = self.bytes_read if isinstance(self.case, Decode) else self.flops
+        shares = [work / seconds / most for seconds, most in zip(self.seconds.get(OURS, []), self.ceilings)]
+        return statistics.median(shares) if shares else None
 
     def median(self, engine: str) -> float | None:
         return statistics.median(self.seconds[engine]) if self.seconds.get(engine) else None
@@ -86,8 +100,6 @@ class Bench:
     """What this engine made of the weights."""
     versions: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    read_bandwidth: float = 0.0
-    product_rate: float = 0.0
     weight_bytes: int = 0
     cases: list[Times] = field(default_factory=list)
     starts: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -138,15 +150,23 @@ def measure(
             except EngineError as error:
                 bench.failures[spec.name] = str(error)
                 told(f"{spec.name} is left out: {str(error).splitlines()[0]}")
+        most = _ceilings(program, dtype, threads)
+        bench.weight_bytes = most.weight_bytes
         for case in cases:
-            bench.cases.append(_measure_case(case, engines, program, vocabulary, rounds, new, told))
+            bench.cases.append(_measure_case(case, engines, program, most, vocabulary, rounds, new, told))
         bench.peak_bytes = {name: engine.peak_memory() for name, engine in engines.items()}
-    _measure_ceilings(bench, program, cases, threads, told)
     return bench
 
 
 def _measure_case(
-    case: Case, engines: dict[str, EngineProcess], program: Program, vocabulary: int, rounds: int, new: int, told: Told
+    case: Case,
+    engines: dict[str, EngineProcess],
+    program: Program,
+    most: Ceilings,
+    vocabulary: int,
+    rounds: int,
+    new: int,
+    told: Told,
 ) -> Times:
     source = random.Random(str(case))
     times = Times(case, {name: [] for name in engines})
@@ -177,6 +197,10 @@ def _measure_case(
             if number:
                 times.seconds[name].append(seconds)
                 times.host_s += [host] if host is not None else []
+            if number and name == OURS:
+                times.ceilings.append(
+                    most.read_bandwidth() if isinstance(case, Decode) else most.product_rate(case.tokens)
+                )
     return times
 
 
@@ -199,25 +223,13 @@ def _least(program: Program, case: Case, new: int) -> Cost:
     return sum((cost(sizes, node) for node in program.nodes), Cost())
 
 
-def _measure_ceilings(bench: Bench, program: Program, cases: Iterable[Case], threads: int, told: Told) -> None:
-    told("ceilings of the machine")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        bench.weight_bytes = sum(
-            torch.Size(w.shape).numel() * w.dtype.itemsize for w in program.weights.values()
-        )  # fmt: skip
-        bench.read_bandwidth = ceilings.read_bandwidth(bench.weight_bytes)
-        shapes = []
-        for node in program.calls(aten.linear.default, ops.int8_linear, ops.int4_linear):
-            x = next(iter(arguments(node).values()))
-            shapes.append((int(node.meta["val"].shape[-1]), int(x.meta["val"].shape[-1])))
-        tokens = max([c.tokens for c in cases if isinstance(c, Prefill)], default=512)
-        # Some processors multiply numbers of 16 bits only by detours: the ceiling is what is fastest here.
-        dtypes = {getattr(torch, bench.dtype), torch.float32}
-        bench.product_rate = max(ceilings.product_rate(shapes[:-1] or shapes, tokens, dtype) for dtype in dtypes)
-    finally:
-        torch.set_num_threads(before)
+def _ceilings(program: Program, dtype: str, threads: int) -> Ceilings:
+    weights = sum(torch.Size(w.shape).numel() * w.dtype.itemsize for w in program.weights.values())
+    shapes = []
+    for node in program.calls(aten.linear.default, ops.int8_linear, ops.int4_linear):
+        x = next(iter(arguments(node).values()))
+        shapes.append((int(node.meta["val"].shape[-1]), int(x.meta["val"].shape[-1])))
+    return Ceilings(weights, shapes[:-1] or shapes, {getattr(torch, dtype), torch.float32}, threads)
 
 
 def _measure_starts(bench: Bench, specs: Sequence[EngineSpec], options: dict[str, Any], told: Told) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from graphsrt.benchmark.engine_process import OURS
-from graphsrt.benchmark.measure import Bench, Decode, Times
+from graphsrt.benchmark.measure import Bench, Decode, Prefill, Times
 from graphsrt.errors import explain
 
 
@@ -17,14 +17,17 @@ def text(bench: Bench) -> str:
     ours = f", {OURS} with {bench.quantize} weights" if bench.quantize else ""
     lines = [f"{bench.model}, {bench.dtype}{ours}, tp={bench.tp}, {bench.threads} threads"]
     lines += [f"{name}: {version}" for name, version in bench.versions.items()]
-    lines += [
-        f"ceilings: {bench.read_bandwidth / 1e9:.1f} GB/s read, over {bench.weight_bytes / 1e6:,.0f} MB; "
-        f"{bench.product_rate / 1e12:.3f} TFLOP/s in the model's products",
-        "",
-    ]  # fmt: skip
+    found: dict[type, list[float]] = {Decode: [], Prefill: []}
+    for times in bench.cases:
+        found[type(times.case)] += times.ceilings
+    if found[Decode]:
+        lines += [f"read: {_range(found[Decode], 1e9, 1)} GB/s, over {bench.weight_bytes / 1e6:,.0f} MB"]
+    if found[Prefill]:
+        lines += [f"multiplied: {_range(found[Prefill], 1e12, 3)} TFLOP/s in the model's products"]
+    lines += [""]
     head = ["case", *(f"{name} tokens/s" for name in engines), f"{OURS} of the ceiling", "best peer", "times as fast"]
     head += [f"{OURS} host ms a step"]
-    rows = [_row(bench, times, engines) for times in bench.cases]
+    rows = [_row(times, engines) for times in bench.cases]
     lines += [_table([head, *rows]), ""]
     names = [name for name in engines if name in bench.starts or name in bench.peak_bytes]
     starts = [
@@ -41,19 +44,22 @@ def text(bench: Bench) -> str:
     return "\n".join(lines)
 
 
-def _row(bench: Bench, times: Times, engines: list[str]) -> list[str]:
+def _range(values: list[float], unit: float, digits: int) -> str:
+    least, most = (f"{value / unit:.{digits}f}" for value in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
+
+
+def _row(times: Times, engines: list[str]) -> list[str]:
     tokens = times.case.batch if isinstance(times.case, Decode) else times.case.tokens
     rates = []
     for name in engines:
         seconds = times.median(name)
         rates.append("–" if seconds is None else f"{tokens / seconds:,.1f}")
-    mine, peer = times.median(OURS), times.best_peer()
+    peer, rate, share = times.best_peer(), times.rate(), times.of_ceiling()
     reached = "–"
-    if mine is not None and isinstance(times.case, Decode):
-        rate = times.bytes_read / mine
-        reached = f"{rate / 1e9:.1f} GB/s, {rate / bench.read_bandwidth:.0%}"
-    elif mine is not None:
-        reached = f"{times.flops / mine / 1e12:.3f} TFLOP/s, {times.flops / mine / bench.product_rate:.0%}"
+    if rate is not None and share is not None:
+        told = f"{rate / 1e9:.1f} GB/s" if isinstance(times.case, Decode) else f"{rate / 1e12:.3f} TFLOP/s"
+        reached = f"{told}, {share:.0%}"
     ratio = times.ratio(OURS, peer) if peer else None
     told = "–" if ratio is None else f"{ratio[0]:.2f} ({ratio[1]:.2f}–{ratio[2]:.2f})"
     host = f"{1e3 * statistics.median(times.host_s):.2f}" if times.host_s else "–"
