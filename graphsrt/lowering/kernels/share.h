@@ -27,7 +27,9 @@ void share(int64_t n, int64_t piece, const Stream& read, const F& f) {
   const int64_t team = graphsrt_team_size(), threads = team ? team : at::get_num_threads();
   const int64_t workers = std::min(threads, (n + piece - 1) / piece);
   if (workers <= 1) return f(int64_t(0), n);
-  const std::unique_ptr<Cursor[]> next(new Cursor[workers]);
+  Cursor few[8];
+  const std::unique_ptr<Cursor[]> more(workers > 8 ? new Cursor[workers] : nullptr);
+  Cursor* const next = more ? more.get() : few;
   for (int64_t w = 0; w < workers; ++w) next[w].at.store(n * w / workers, std::memory_order_relaxed);
   const auto work = [&](int64_t mine) {
     for (int64_t v = 0; v < workers; ++v) {

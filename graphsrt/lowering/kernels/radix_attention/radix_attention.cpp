@@ -133,6 +133,13 @@ struct Scratch {
   }
 };
 
+template <class A>
+struct Plan {           // kept from call to call, as making it anew takes a while
+  std::vector<Item> items;
+  std::vector<Merge> merges;
+  std::vector<A> parts;
+};
+
 template <class A, class T>
 struct Attention {
   using Vec = Vectorized<A>;
@@ -144,13 +151,20 @@ struct Attention {
   const int64_t D = x.D, Dp = ceil_div(D, PW) * PW;
   const int64_t Dv = x.Dv, Dvp = ceil_div(Dv, PW) * PW;
   const int64_t block_queries = std::max<int64_t>(1, ROWS / G);
-  std::vector<Item> items;
-  std::vector<Merge> merges;
-  std::unique_ptr<A[]> parts;
+  Plan<A>& planned = plan_of_thread();
+  std::vector<Item>& items = planned.items;
+  std::vector<Merge>& merges = planned.merges;
+  std::vector<A>& parts = planned.parts;
 
   int64_t extend_len(int64_t b) const { return x.query_start_loc[b + 1] - x.query_start_loc[b]; }
   int64_t last_key(int64_t b, int64_t i) const { return x.seq_lens[b] - extend_len(b) + i + 1; }  // exclusive
   int64_t first_key(int64_t b, int64_t i) const { return first_visible(x, last_key(b, i) - 1); }
+
+  static Plan<A>& plan_of_thread() {
+    static thread_local Plan<A> one;
+    one.items.clear(), one.merges.clear();
+    return one;
+  }
 
   void plan() {
     const int64_t threads = at::get_num_threads();
@@ -183,7 +197,8 @@ struct Attention {
         if (count > 1) num_parts += x.K * count * qn * G;
       }
     }
-    if (num_parts) parts.reset(new A[num_parts * (Dv + 2)]);
+    const size_t numbers = num_parts * (Dv + 2);
+    if (parts.size() < numbers) parts.resize(numbers);
     serial = work < 100000;  // about what waking the other threads costs
   }
   bool serial = false;
@@ -473,7 +488,7 @@ struct Attention {
       for (int64_t r = 0; r < M; ++r) finish(it.b, it.q0 + r / G, h * G + r % G, w.o + r * Dvp, w.m[r], w.l[r]);
       return;
     }
-    A* part = parts.get() + (it.part + (h * it.part_stride)) * (Dv + 2);
+    A* part = parts.data() + (it.part + (h * it.part_stride)) * (Dv + 2);
     for (int64_t r = 0; r < M; ++r, part += Dv + 2) {
       part[0] = w.m[r];
       part[1] = w.l[r];
@@ -574,7 +589,7 @@ struct Attention {
     const int64_t M = job.qn * G, stride = M * (Dv + 2);
     Scratch<A>& w = scratch(1);
     for (int64_t r = 0; r < M; ++r) {
-      const A* first = parts.get() + (job.part + h * job.num_parts * M + r) * (Dv + 2);
+      const A* first = parts.data() + (job.part + h * job.num_parts * M + r) * (Dv + 2);
       A top = NEG_INF, total = 0;
       for (int64_t c = 0; c < job.num_parts; ++c)
         if (first[c * stride] > top || std::isnan(first[c * stride])) top = first[c * stride];
