@@ -23,7 +23,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,18 +41,26 @@ OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,
     # The wrapper only calls kernels. A call takes 10 µs less than with O0, which compiles no faster.
     "aot_inductor.compile_wrapper_opt_level": "O1",
+    # Inductor would compile and load a file for each set of instructions that the processor has, to see whether the
+    # compiler knows it: 5 seconds. Our kernels are compiled for the same ones, and would fail as well.
+    "cpp.vec_isa_ok": True,
 }
 """Inductor's options; a part of every cache key."""
 
-INSTEAD = {
-    "aten.linear": linear.linear, "graphsrt.int8_linear": ops.int8_linear, "graphsrt.int4_linear": ops.int4_linear,
-}  # fmt: skip
-"""Operators for which regions call a kernel of ours."""
 
-_LIBRARIES = {
-    "aten.linear": linear.load, "graphsrt.int8_linear": linear.load_integers,
-    "graphsrt.int4_linear": linear.load_integers,
-}  # fmt: skip
+class Kernel(NamedTuple):
+    """What regions call for an operator: the function that is traced, and what loads the library that has its code."""
+
+    function: Callable[..., Any]
+    load: Callable[[], Any]
+
+
+INSTEAD = {
+    "aten.linear": Kernel(linear.linear, linear.load),
+    "graphsrt.int8_linear": Kernel(ops.int8_linear, linear.load_integers),
+    "graphsrt.int4_linear": Kernel(ops.int4_linear, linear.load_integers),
+}
+"""Operators for which regions call a kernel of ours."""
 
 LARGE = 1 << 60  # a bound for symbolic sizes, so that no symbolic expression of them overflows
 
@@ -65,8 +73,8 @@ class CompiledRegion:
 
     def __init__(self, region: Region, library: Path):
         self.region, self.library = region, library
-        for target in {call.target for call in region.calls} & _LIBRARIES.keys():
-            _LIBRARIES[target]()  # the library of the region asks for its functions
+        for target in {call.target for call in region.calls} & INSTEAD.keys():
+            INSTEAD[target].load()  # the library of the region asks for its functions
         self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1)  # type: ignore[call-arg]
         self.run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = self._runner.run
 
@@ -79,7 +87,7 @@ class _Traced(nn.Module):
         self.region = region
 
     def forward(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        results = self.region.run(values, INSTEAD)
+        results = self.region.run(values, {target: kernel.function for target, kernel in INSTEAD.items()})
         # An operator's shape function says "contiguous" where its reference, fed with transposed values, may not be.
         return [r.contiguous() if f.strides is None else r for r, (_, f) in zip(results, self.region.outputs)]
 

@@ -174,7 +174,7 @@ inline __m512 exp2_nonpositive(__m512 y) {
   return _mm512_scalef_ps(p, n);
 }
 
-// What softmax_step in radix_attention.cpp does, without soft cap and slopes, for the 64 logits of up to sixteen rows at
+// What softmax_step in attention.h does, without soft cap and slopes, for the 64 logits of up to sixteen rows at
 // once, so that none waits for its own largest and sum: weights go to `pairs`, and largest, l and o[rows, width] follow.
 // Bit c of seen[r]: whether row r sees column c. A weight is 2 to the power of `scale`, which is positive, times how far
 // its logit is from the largest, so that the largest has the weight 1 however large it is.
