@@ -418,15 +418,20 @@ def test_log_probabilities_survive_the_wire(shape, num_top):
 
 
 def test_a_batch_becomes_a_result():
-    batch: Any = SimpleNamespace(encode=lambda: words(SUM, 1, 2))
+    """In the own process it is not encoded on the way, and its words are still taken."""
+    batch: Any = SimpleNamespace(tokens=np.array([SUM, 1, 2]))
 
     class Reverse:
         def step(self, buffer):
-            return StepReply(buffer[::-1], torch.ones(2, 3))
+            return self.step_batch(SimpleNamespace(tokens=buffer))
+
+        def step_batch(self, given):
+            return StepReply(given.tokens[::-1], torch.ones(2, 3), captured_rows=4)
 
     with LocalExecutor(Reverse()) as executor:
         result = executor.step(batch)
-        assert result.token_ids == [2, 1, SUM]
-        assert result.logits is not None and result.logits.shape == (2, 3)
-    with pytest.raises(ValueError, match="closed"):
-        executor.step(batch)
+        assert result.token_ids == executor.step_buffer(words(SUM, 1, 2)).token_ids.tolist() == [2, 1, SUM]
+        assert result.logits is not None and result.logits.shape == (2, 3) and result.captured_rows == 4
+    for step, given in ((executor.step, batch), (executor.step_buffer, words(SUM, 1, 2))):
+        with pytest.raises(ValueError, match="closed"):
+            step(given)
