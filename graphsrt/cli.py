@@ -516,8 +516,13 @@ def bench(
     from graphsrt.benchmark.command import bench
     from graphsrt.benchmark.engine_process import OURS
     from graphsrt.benchmark.measure import Case, Decode, Prefill
-    from graphsrt.benchmark.show import plot, text
+    from graphsrt.benchmark.show import check_plot, plot, text
 
+    for option, file in (("--json", json_file), ("--plot", plot_file)):  # known before anything is measured
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(explain(f"{option} names a file in a folder that is not there", got=str(file)))
+    if plot_file is not None:
+        check_plot(plot_file)
     cases: list[Case] = [
         Decode(batch, context)
         for context in _numbers("--contexts", contexts) for batch in _numbers("--batches", batches)
@@ -530,11 +535,11 @@ def bench(
         new=new, starts=starts,
         told=lambda words: print(words, file=sys.stderr),
     )  # fmt: skip
+    print(text(found))
     if json_file is not None:
         json_file.write_text(json.dumps(found.as_dict(), indent=2))
     if plot_file is not None:
         plot(found, plot_file)
-    print(text(found))
     if OURS in found.failures or any(OURS in times.failures for times in found.cases):
         raise typer.Exit(1)
 

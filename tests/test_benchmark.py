@@ -16,6 +16,13 @@ from graphsrt.benchmark.show import plot, text
 from graphsrt.cli import main
 from tests.support import tiny
 
+try:
+    import matplotlib  # noqa: F401
+
+    PLOT_REFUSED = "a plot's format is what its file's name ends with"
+except ImportError:
+    PLOT_REFUSED = "a plot needs matplotlib"
+
 EAGER = (("backend", "eager"),)
 
 
@@ -51,10 +58,8 @@ def test_engines_in_turn(checkpoint: Path, tmp_path: Path) -> None:
     assert "| decode, batch 2 at 20 |" in shown and "| prefill of 9 |" in shown and "openvino" in shown
     assert json.loads(json.dumps(found.as_dict()))["cases"][0]["case"] == {"kind": "decode", "batch": 2, "context": 20}
     assert any("round 2 of 2" in words for words in told)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        with pytest.raises(ValueError, match="a plot needs matplotlib"):
+    if "needs matplotlib" in PLOT_REFUSED:
+        with pytest.raises(ValueError, match=PLOT_REFUSED):
             plot(found, tmp_path / "bench.png")
     else:
         plot(found, tmp_path / "bench.png")
@@ -105,6 +110,9 @@ def test_mistakes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--batches", "1,two"], "--batches takes numbers with commas", 2),
         (["--batches", "0"], "--batches takes numbers from 1 on", 2),
         (["--peer-python", "hf"], "--peer-python takes NAME=VALUE", 2),
+        (["--json", "nowhere/bench.json"], "--json names a file in a folder that is not there", 1),
+        (["--plot", "nowhere/bench.png"], "--plot names a file in a folder that is not there", 1),
+        (["--plot", "bench.docx"], PLOT_REFUSED, 1),
     ):
         assert main(["bench", str(checkpoint), *arguments]) == status
         assert words in capsys.readouterr().err

@@ -66,15 +66,27 @@ def _row(times: Times, engines: list[str]) -> list[str]:
     return [times.case.name, *rates, reached, peer or "–", told, host]
 
 
+def check_plot(file: Path) -> None:
+    """ValueError if ``plot`` could not make this file: without matplotlib, and for a format that it does not know."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        raise ValueError(explain("a plot needs matplotlib", hint='pip install "graphsrt[bench]"')) from None
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if file.suffix.lstrip(".").lower() not in formats:
+        raise ValueError(
+            explain("a plot's format is what its file's name ends with", expected=", ".join(formats), got=file.name)
+        )
+
+
 def plot(bench: Bench, file: Path) -> None:
-    """Tokens a second by case and engine, in the format that the file's name ends with. ValueError without matplotlib.
+    """Tokens a second by case and engine, in the format that the file's name ends with. ValueError as ``check_plot``.
 
     Each case has bars of its own scale: relative to our engine's rate, which is 1.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError(explain("a plot needs matplotlib", hint='pip install "graphsrt[bench]"')) from None
+    check_plot(file)
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
