@@ -62,16 +62,19 @@ class Times:
     ceilings: list[float] = field(default_factory=list)
     """By round, right after our engine's run: bytes a second that are read at most; of a prefill, FLOPs."""
 
+    @property
+    def work(self) -> int:
+        """What is compared with the ceiling: bytes that a step reads at least; of a prefill, its FLOPs."""
+        return self.bytes_read if isinstance(self.case, Decode) else self.flops
+
     def rate(self) -> float | None:
-        """Bytes a second that a step of our engine reads at least; of a prefill, its FLOPs."""
+        """Our engine's work a second."""
         seconds = self.median(OURS)
-        work = self.bytes_read if isinstance(self.case, Decode) else self.flops
-        return work / seconds if seconds else None
+        return self.work / seconds if seconds else None
 
     def of_ceiling(self) -> float | None:
         """What share of the same round's ceiling that is, in the median round."""
-        work = self.bytes_read if isinstance(self.case, Decode) else self.flops
-        shares = [work / seconds / most for seconds, most in zip(self.seconds.get(OURS, []), self.ceilings)]
+        shares = [self.work / seconds / most for seconds, most in zip(self.seconds.get(OURS, []), self.ceilings)]
         return statistics.median(shares) if shares else None
 
     def median(self, engine: str) -> float | None:

@@ -73,49 +73,52 @@ inline void in_even_tiles(int64_t count, F&& f) {
   });
 }
 
-// What `f`, which is associative and commutative, makes of each of sixteen vectors, in order.
-template <class V, class F>
-inline __m512 reduce16(const V* v, F&& f) {
-  // Each step halves the vectors: neighbours' elements come to lie side by side, then pairs' pairs, then quarters.
-  __m512 twos[8], fours[4], eights[2];
-  each<8>([&](auto i) {
+// Each quarter of fours[N] holds what `f` makes of the same quarters of four of the 4 · N vectors, in order: neighbours'
+// elements come to lie side by side, then pairs' pairs.
+template <int N, class V, class F>
+inline void reduce_quarters(const V* v, __m512* fours, F&& f) {
+  __m512 twos[2 * N];
+  each<2 * N>([&](auto i) {
     const __m512 a = v[2 * i], b = v[2 * i + 1];
     twos[i] = f(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   });
-  each<4>([&](auto i) {
+  each<N>([&](auto i) {
     const __m512d a = _mm512_castps_pd(twos[2 * i]), b = _mm512_castps_pd(twos[2 * i + 1]);
     fours[i] = f(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
   });
-  each<2>([&](auto i) {
-    const __m512 a = fours[2 * i], b = fours[2 * i + 1];
-    eights[i] = f(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  });
-  const __m512 a = eights[0], b = eights[1];
+}
+
+// Half as many quarters: those of a and of b, first with second, third with fourth.
+template <class F>
+inline __m512 halve_quarters(__m512 a, __m512 b, F&& f) {
   return f(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
+
+// What `f`, which is associative and commutative, makes of each of sixteen vectors, in order.
+template <class V, class F>
+inline __m512 reduce16(const V* v, F&& f) {
+  __m512 fours[4];
+  reduce_quarters<4>(v, fours, f);
+  return halve_quarters(halve_quarters(fours[0], fours[1], f), halve_quarters(fours[2], fours[3], f), f);
+}
+
+struct Sum {
+  __m512 operator()(__m512 a, __m512 b) const { return _mm512_add_ps(a, b); }
+};
 
 // The totals of sixteen vectors, in order.
 template <class V>
 inline __m512 totals16(const V* v) {
-  return reduce16(v, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
+  return reduce16(v, Sum());
 }
 
 // The totals of eight vectors, in order; each is summed as by totals16.
 template <class V>
 inline __m256 totals8(const V* v) {
-  __m512 twos[4], fours[2];
-  each<4>([&](auto i) {
-    const __m512 a = v[2 * i], b = v[2 * i + 1];
-    twos[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  });
-  each<2>([&](auto i) {
-    const __m512d a = _mm512_castps_pd(twos[2 * i]), b = _mm512_castps_pd(twos[2 * i + 1]);
-    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  });
-  const __m512 a = _mm512_shuffle_f32x4(fours[0], fours[1], 0x88), b = _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd);
-  const __m512 quarters = _mm512_add_ps(a, b);
-  return _mm512_castps512_ps256(_mm512_add_ps(_mm512_shuffle_f32x4(quarters, quarters, 0x88),
-                                              _mm512_shuffle_f32x4(quarters, quarters, 0xdd)));
+  __m512 fours[2];
+  reduce_quarters<2>(v, fours, Sum());
+  const __m512 eight = halve_quarters(fours[0], fours[1], Sum());
+  return _mm512_castps512_ps256(halve_quarters(eight, eight, Sum()));
 }
 #endif
 

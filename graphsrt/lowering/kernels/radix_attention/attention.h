@@ -191,17 +191,37 @@ struct Attention {
 
   const int32_t* slots_of(const Item& it) const { return x.req_to_token + x.req_pool_indices[it.b] * x.req_stride; }
 
+  // Rows that have seen nothing yet.
+  void begin(const Scratch<A>& w, int64_t M) const {
+    std::fill_n(w.o, M * Dvp, A(0));
+    std::fill_n(w.m, M, NEG_INF);
+    std::fill_n(w.l, M, A(0));
+  }
+
+  // One head's keys and values of a block of the pool, of the tokens in columns [c0, c1).
+  struct Rows {
+    const T *k[BLOCK], *v[BLOCK];
+  };
+
+  void find_rows(const int32_t* slots, int64_t h, int64_t c0, int64_t c1, Rows& rows) const {
+    const T* k = reinterpret_cast<const T*>(x.pool_k) + h * x.pool_stride_h;
+    const T* v = reinterpret_cast<const T*>(x.pool_v) + h * x.pool_stride_h;
+    for (int64_t c = c0; c < c1; ++c) {
+      rows.k[c] = k + slots[c] * x.pool_stride_s;
+      rows.v[c] = v + slots[c] * x.pool_stride_s;
+    }
+  }
+
   // The direct items walk their blocks with all their heads at once, as a slot's heads lie side by side. While a block
   // is computed, the memory is asked for the next one, of this item or of the item that comes next: a little at a time,
   // and into the second cache, as the first one has no room for a block.
   void attend_direct(const Item& it, const Item* after) const {
     const int64_t heads = it.h1 - it.h0, M = G;
     Scratch<A>& all = scratch(heads * M);
-    std::fill_n(all.o, heads * M * Dvp, A(0));
-    std::fill_n(all.m, heads * M, NEG_INF);
-    std::fill_n(all.l, heads * M, A(0));
+    begin(all, heads * M);
     const int32_t* slots = slots_of(it);
-    const T *k_rows[BLOCK], *v_rows[BLOCK], *rows[BLOCK];
+    Rows first;  // of the first head
+    const T* rows[BLOCK];
     const bool pairs = in_pairs() && D % 32 == 0 && Dv % 32 == 0;
     const int64_t dots = pairs ? 8 : 4;  // of so many keys at a time
     if (!pairs)
@@ -227,17 +247,14 @@ struct Attention {
         for (int64_t i = c; i < std::min(c + count, next_count); ++i)
           prefetch_row(head + next_slots[i] * x.pool_stride_s, width);
       };
-      for (int64_t c = c0; c < c1; ++c) {
-        k_rows[c] = all_k + it.h0 * x.pool_stride_h + slots[j0 + c] * x.pool_stride_s;
-        v_rows[c] = all_v + it.h0 * x.pool_stride_h + slots[j0 + c] * x.pool_stride_s;
-      }
+      find_rows(slots + j0, it.h0, c0, c1, first);
       // The columns that fill up a group of dots repeat a row in range, and are masked below.
-      for (int64_t c = c0 / dots * dots; c < c0; ++c) k_rows[c] = k_rows[c0];
-      for (int64_t c = c1; c < ceil_div(c1, dots) * dots; ++c) k_rows[c] = k_rows[c1 - 1];
+      for (int64_t c = c0 / dots * dots; c < c0; ++c) first.k[c] = first.k[c0];
+      for (int64_t c = c1; c < ceil_div(c1, dots) * dots; ++c) first.k[c] = first.k[c1 - 1];
       for (int64_t c = c0 / dots * dots; c < c1; c += dots) {
         for (int64_t h = 0; h < heads; ++h) {
           ask(all_k, c, dots, h, D);
-          for (int64_t i = 0; i < dots; ++i) rows[i] = k_rows[c + i] + h * x.pool_stride_h;
+          for (int64_t i = 0; i < dots; ++i) rows[i] = first.k[c + i] + h * x.pool_stride_h;
 #ifdef PAIRS_IN_HARDWARE
           if constexpr (PAIRS)
             if (pairs) {
@@ -266,7 +283,7 @@ struct Attention {
             for (int64_t h = 0; h < heads; ++h) {
               ask(all_v, c, PAIR_VALUES, h, Dv);
               for (int64_t i = 0; i < count; ++i)
-                rows[i] = c + i < c0 || c + i >= c1 ? zeros : v_rows[c + i] + h * x.pool_stride_h;
+                rows[i] = c + i < c0 || c + i >= c1 ? zeros : first.v[c + i] + h * x.pool_stride_h;
               weigh_rows_in_pairs(M, of.weights + h * M * BLOCK / 2 + c / 2, BLOCK / 2, rows, count, Dv,
                                   all.o + h * M * Dvp, Dvp);
             }
@@ -279,7 +296,7 @@ struct Attention {
         const int64_t count = std::min(VALUES, c1 - c);
         for (int64_t h = 0; h < heads; ++h) {
           ask(all_v, c, VALUES, h, Dv);
-          for (int64_t i = 0; i < count; ++i) rows[i] = v_rows[c + i] + h * x.pool_stride_h;
+          for (int64_t i = 0; i < count; ++i) rows[i] = first.v[c + i] + h * x.pool_stride_h;
           weigh_direct(all.from_row(h * M, Dp, Dvp), M, rows, c, count);
         }
       }
@@ -337,21 +354,14 @@ struct Attention {
     Sight sights[ROWS];
     for (int64_t r = 0; r < M; ++r)
       pack_query(query<BFloat16>(it.b, it.q0 + r / G, h * G + r % G), D, of.q + r * key_pairs);
-    std::fill_n(w.o, M * Dvp, A(0));
-    std::fill_n(w.m, M, NEG_INF);
-    std::fill_n(w.l, M, A(0));
+    begin(w, M);
     const int32_t* slots = slots_of(it);
-    const T* pool_k = reinterpret_cast<const T*>(x.pool_k) + h * x.pool_stride_h;
-    const T* pool_v = reinterpret_cast<const T*>(x.pool_v) + h * x.pool_stride_h;
-    const T *k_rows[BLOCK], *v_rows[BLOCK];
+    Rows rows;
     for (int64_t j0 = it.j0 / BLOCK * BLOCK; j0 < it.j1; j0 += BLOCK) {
       const int64_t c0 = std::max(it.j0 - j0, int64_t(0)), c1 = std::min(it.j1 - j0, BLOCK);
-      for (int64_t c = c0; c < c1; ++c) {
-        k_rows[c] = pool_k + slots[j0 + c] * x.pool_stride_s;
-        v_rows[c] = pool_v + slots[j0 + c] * x.pool_stride_s;
-      }
-      pack_column_pairs(k_rows, c0, c1, D, of.keys);
-      const bool finite = pack_row_pairs(v_rows, c0, c1, Dv, BLOCK / 2, of.values);
+      find_rows(slots + j0, h, c0, c1, rows);
+      pack_column_pairs(rows.k, c0, c1, D, of.keys);
+      const bool finite = pack_row_pairs(rows.v, c0, c1, Dv, BLOCK / 2, of.values);
       const int64_t from = c0 / PAIR_COLUMNS * PAIR_COLUMNS, to = ceil_div(c1, PAIR_COLUMNS) * PAIR_COLUMNS;
       pair_product<false>(M, to - from, of.q, key_pairs, of.keys + from * key_pairs, key_pairs, w.s + from, BLOCK, key_pairs);
       static_assert(BLOCK == 64);
@@ -367,7 +377,7 @@ struct Attention {
       weights_in_pairs(w, sights, it.qn, G, h * G, of);
       if (!finite)
         for (int64_t i = 0; i < it.qn; ++i) {
-          pack_row_pairs(v_rows, sights[i].from, sights[i].to, Dv, BLOCK / 2, of.values);
+          pack_row_pairs(rows.v, sights[i].from, sights[i].to, Dv, BLOCK / 2, of.values);
           weigh(i * G, G, sights[i].from, sights[i].to);
         }
       // Weights are zero where a query does not see a value, which is a number then.
@@ -386,21 +396,14 @@ struct Attention {
     const int64_t M = it.qn * G;
     Scratch<A>& w = scratch(M);
     load_queries(it, h, w.q);
-    std::fill_n(w.o, M * Dvp, A(0));
-    std::fill_n(w.m, M, NEG_INF);
-    std::fill_n(w.l, M, A(0));
-    const int32_t* slots = x.req_to_token + x.req_pool_indices[it.b] * x.req_stride;
-    const T* pool_k = reinterpret_cast<const T*>(x.pool_k) + h * x.pool_stride_h;
-    const T* pool_v = reinterpret_cast<const T*>(x.pool_v) + h * x.pool_stride_h;
-    const T *k_rows[BLOCK], *v_rows[BLOCK];
+    begin(w, M);
+    const int32_t* slots = slots_of(it);
+    Rows rows;
     for (int64_t j0 = it.j0 / BLOCK * BLOCK; j0 < it.j1; j0 += BLOCK) {
       const int64_t c0 = std::max(it.j0 - j0, int64_t(0)), c1 = std::min(it.j1 - j0, BLOCK);
-      for (int64_t c = c0; c < c1; ++c) {
-        k_rows[c] = pool_k + slots[j0 + c] * x.pool_stride_s;
-        v_rows[c] = pool_v + slots[j0 + c] * x.pool_stride_s;
-      }
-      pack_keys(k_rows, c0, c1, D, w.kt);
-      pack_values(v_rows, c0, c1, Dv, w.vt);
+      find_rows(slots + j0, h, c0, c1, rows);
+      pack_keys(rows.k, c0, c1, D, w.kt);
+      pack_values(rows.v, c0, c1, Dv, w.vt);
       std::fill_n(w.s, M * BLOCK, A(0));
       product(M, BLOCK, w.q, Dp, w.kt, D, w.s, BLOCK, D);
       const bool whole = first_key(it.b, it.q0 + it.qn - 1) <= j0 + c0 && last_key(it.b, it.q0) >= j0 + c1;
